@@ -53,19 +53,10 @@ class OwnModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         """From the tokens to the losses, or logits."""
         hidden, tables = self.tables(tokens, positions, given, pack)
         out = self.decoder(hidden_states=hidden, attention_mask=mask, packed_seq_params=pack, **tables)
-        return self._postprocess(
-            hidden_states=out,
-            input_ids=tokens,
-            position_ids=positions,
-            labels=labels,
-            rotary_pos_emb=tables["rotary_pos_emb"],
-            rotary_pos_cos=None,
-            rotary_pos_sin=None,
-            mtp_in_postprocess=False,
-            decoder_input=hidden,
-            attention_mask=mask,
-            packed_seq_params=pack,
-        )
+        logits = self.output_layer(out)[0]
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)
 
     def tables(self, input_ids: Any, position_ids: Any, given: Any, pack: Any) -> Any:
         """The hidden states, and the rotary tables by name."""
@@ -259,9 +250,9 @@ def bridge_pack(micro: Micro, device: Any) -> Any:
 def bridge_padded_pack(micro: Micro, device: Any, longest: int | None = None) -> Any:
     """As many documents in each pack: offsets are repeated, and the tail is a document without tokens."""
     tail = OPTIONS.max_tokens - micro.physical
-    entries = len(micro.rows) + 2 + 3 - len(micro.rows)
-    actual = offsets([*micro.lengths, 0], device, entries)
-    padded = offsets([*micro.rows, tail], device, entries)
+    actual, padded = (
+        offsets(lengths, device, entries=5) for lengths in ([*micro.lengths, 0], [*micro.rows, tail])
+    )
     return _pack(actual, torch.tensor(longest or max(*micro.rows, tail)), padded)
 
 

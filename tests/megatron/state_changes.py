@@ -4,8 +4,7 @@
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ class Knobs:
     """A configuration of its own."""
 
     gain: float = 1.0
-    inner: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(gain=1.0))
 
 
 def identity(hidden: Tensor) -> Tensor:
@@ -35,9 +33,9 @@ def identity(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def scaled(hidden: Tensor, by: float = 1.25) -> Tensor:
-    """Multiplied."""
-    return hidden * by
+def halves(hidden: Tensor) -> Tensor:
+    """Half of it."""
+    return hidden * 0.5
 
 
 class Adapter(nn.Module):
@@ -72,7 +70,6 @@ class Adapter(nn.Module):
 class Probe(nn.Module):
     """Megatron's MLP, with an output that depends on a value of each kind."""
 
-    shared = 1.0
     config: Any
 
     def __init__(self, inner: Any) -> None:
@@ -81,9 +78,8 @@ class Probe(nn.Module):
         self.config = inner.config
         self.knobs = Knobs()
         self.number, self.text = 1.0, "plain"
-        self.names, self.table = ["plain"], {"gain": 1.0}
+        self.names = ["plain"]
         self.function: Callable[[Tensor], Tensor] = identity
-        self.partial = functools.partial(scaled, by=1.0)
         device = inner.linear_fc1.weight.device
         self.vector = torch.ones(WIDTH, device=device, dtype=DTYPE)
         self.register_buffer("offset", torch.zeros(WIDTH, device=device, dtype=DTYPE))
@@ -101,10 +97,7 @@ class Probe(nn.Module):
 
     def factor(self) -> float:
         """What plain values make of the output."""
-        gains = (self.number, self.shared, self.computed, self.knobs.gain, self.knobs.inner.gain)
-        found = 1.0
-        for gain in (*gains, self.table["gain"]):
-            found *= gain
+        found = self.number * self.computed * self.knobs.gain
         for is_other in (
             *(self.text == "negated", "negated" in self.names, not self.training),
             getattr(self.config, "probe_gain", 1.0) != 1.0,
@@ -114,15 +107,8 @@ class Probe(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = self.inner(hidden, *args, **kwargs)
-        out = self.partial(self.function(out * self.factor()))
+        out = self.function(out * self.factor())
         return self.norm(out + self.offset[:WIDTH]) * self.vector, bias
-
-
-class Other(Probe):
-    """Another class of the same attributes."""
-
-    def factor(self) -> float:
-        return -0.5 * super().factor()
 
 
 # -- what changes, and how: all of it in the second layer --------------------------------------------
@@ -223,16 +209,6 @@ def replaces_layer(trainer: Trainer) -> Undo:
     return lambda: layers.__setitem__(1, before)
 
 
-def reorders(trainer: Trainer) -> Undo:
-    layers = trainer.chunk.decoder.layers
-
-    def swap() -> None:
-        layers[0], layers[1] = layers[1], layers[0]
-
-    swap()
-    return swap
-
-
 def other_list(trainer: Trainer) -> Undo:
     block = trainer.chunk.decoder
     return sets("layers", nn.ModuleList(reversed(block.layers)), lambda _: block)(trainer)
@@ -311,8 +287,7 @@ STATES: dict[str, Do] = {
     "float": sets("number", 0.5),
     "text": sets("text", "negated"),
     # Callables and tensors.
-    "function": sets("function", scaled),
-    "partial": sets("partial", functools.partial(scaled, by=0.5)),
+    "function": sets("function", halves),
     "tensor": lambda trainer: sets("vector", probe(trainer).vector * 0.5)(trainer),
     # Configurations.
     "configuration of its own": sets("gain", 0.5, knobs),
@@ -326,31 +301,19 @@ STATES: dict[str, Do] = {
     "forward of a layer": patches_forward(lambda trainer: trainer.chunk.decoder.layers[0]),
     "forward of a class": on_class(Adapter, "forward", halved),
     "property of a class": on_class(Probe, "computed", lambda _before: property(lambda self: 0.5)),
-    "value of a class": on_class(Probe, "shared", 0.5),
 }
 # Of what lies behind an attribute: seen between steps alone.
 BEHIND: dict[str, Do] = {
     "list in place": in_place(lambda it: it.names.append("negated"), lambda it: it.names.remove("negated")),
-    "dictionary in place": in_place(
-        lambda it: it.table.update(gain=0.5), lambda it: it.table.update(gain=1.0)
-    ),
-    "configuration in a configuration": sets("gain", 0.5, lambda trainer: knobs(trainer).inner),
-    "another class": in_place(
-        lambda it: setattr(it, "__class__", Other), lambda it: setattr(it, "__class__", Probe)
-    ),
 }
 MODULES: dict[str, Do] = {
     "another norm": sets("norm", nn.LayerNorm(WIDTH, eps=0.5, elementwise_affine=False)),
     "a copy of a layer": replaces_layer,
-    "layers in another order": reorders,
     "another list of layers": other_list,
 }
 HOOKS: dict[str, Do] = {
     "hook": hooks(
         lambda it: probe(it).register_forward_hook(lambda _module, _args, out: (out[0] * 0.5, out[1]))
-    ),
-    "hook before a forward": hooks(
-        lambda it: probe(it).register_forward_pre_hook(lambda _module, args: (args[0] * 0.5, *args[1:]))
     ),
     "hook on all modules": hooks_all,
 }

@@ -6,12 +6,25 @@ Without a GPU they do so in any case, and what tells is autograd's own switch.
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Pair, forward, report_of, schedule, step
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    forward,
+    grads,
+    report_of,
+    schedule,
+    step,
+)
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -45,22 +58,21 @@ class Seen:
         self.threads.append(threading.get_ident())
         self.multithreaded.append(is_multithreaded())
 
-    def of(self, run: Callable[[], object]) -> list[bool]:
+    def of(self, run: Callable[..., object], *args: Any, **given: Any) -> list[bool]:
         """Whether autograd's threads were on in each backward pass of `run`."""
         self.multithreaded.clear()
         self.threads.clear()
-        run()
+        run(*args, **given)
         return list(self.multithreaded)
 
 
-def trained(install: Install, *, steps: int = 3, **further: Any) -> tuple[Trainer, Seen]:
+def trained(install: Install, **further: Any) -> tuple[Trainer, Seen]:
     """A model that replays in training, and what its backward passes find."""
     install()
     trainer = Trainer(OPTIONS, **further)
     seen = Seen(trainer)
-    assert seen.of(partial(step, trainer, [ONE, TWO])) == [True, True], "nothing was captured yet"
-    for _ in range(steps - 1):
-        step(trainer, [ONE, TWO])
+    assert seen.of(step, trainer, [ONE, TWO]) == [True, True], "nothing was captured yet"
+    step(trainer, [ONE, TWO])
     return trainer, seen
 
 
@@ -74,7 +86,7 @@ def test_the_backward_of_replayed_layers_runs_on_the_calling_thread(
 ) -> None:
     trainer, seen = trained(install, config=transformer, ddp=ddp)
     before = report_of(trainer)["replays"]
-    assert seen.of(partial(step, trainer, [ONE, TWO])) == [False, False]
+    assert seen.of(step, trainer, [ONE, TWO]) == [False, False]
     assert seen.threads == [threading.get_ident()] * 2
     assert report_of(trainer)["replays"] == before + 2 * LAYERS
 
@@ -88,7 +100,7 @@ def test_a_step_without_graphs_is_left_alone(install: Install, how: str) -> None
     step(trainer, [ONE], times=3)
     if how == "suspended":
         megagraph.suspend()
-    assert seen.of(partial(step, trainer, [ONE], eager=how == "skipped")) == [True]
+    assert seen.of(step, trainer, [ONE], eager=how == "skipped") == [True]
 
 
 def test_a_backward_outside_of_a_schedule_is_left_alone(install: Install) -> None:
@@ -102,7 +114,7 @@ def test_a_backward_outside_of_a_schedule_is_left_alone(install: Install) -> Non
 def test_a_step_of_another_model_is_left_alone(install: Install) -> None:
     trained(install)
     other = Trainer(OPTIONS)
-    assert Seen(other).of(partial(step, other, [ONE])) == [True]
+    assert Seen(other).of(step, other, [ONE]) == [True]
 
 
 class _GaveUp(Exception):
@@ -128,41 +140,32 @@ def test_the_switch_is_put_back_after_an_error(install: Install, where: str) -> 
     assert is_multithreaded()
     handle.remove()
     # DDP counts gradients, and has not heard of all of them.
-    assert seen.of(partial(schedule, trainer.model, [ONE], 1, trainer.device)) == [False]
+    assert seen.of(schedule, trainer.model, [ONE], 1, trainer.device) == [False]
 
 
 def test_who_switched_threads_off_finds_them_off(install: Install) -> None:
     trainer, seen = trained(install)
     with torch.autograd.set_multithreading_enabled(False):
-        assert seen.of(partial(step, trainer, [ONE])) == [False]
+        assert seen.of(step, trainer, [ONE]) == [False]
         assert not is_multithreaded()
 
 
 # Megatron recomputes no MLP that hands on its bias.
-RECOMPUTED = {
-    **{"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    "add_bias_linear": False,
-}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False}
 
 
+@pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "a backward inside the backward"])
-def test_bits_where_an_eager_layer_lies_between_replayed_ones(
-    monkeypatch: pytest.MonkeyPatch, recompute: bool
-) -> None:
+def test_bits_where_an_eager_layer_lies_between_replayed_ones(recompute: bool) -> None:
     """The eager one recomputes its MLP through Megatron's checkpoint, which calls the engine again."""
-    if not torch.cuda.is_available():  # its checkpoints save the state of the GPU's stream
-        from megatron.core.tensor_parallel import random
-
-        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.zeros(1))
-        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
     pair = Pair(layers=3, config=RECOMPUTED if recompute else None)
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].self_attention.register_forward_hook(lambda *args: None)
     seen = Seen(pair.graphed)
-    for index in range(5):
+    for index in range(3):
         pair.step(ONE, Micro(lengths=(3 + index, 30, 8), seed=index))
-    assert seen.multithreaded == [True] * 2 + [False] * 8
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * 3, "FOREIGN_HOOK": 4 * 2}
+    assert seen.multithreaded == [True] * 2 + [False] * 4
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * 3, "FOREIGN_HOOK": 2 * 2}
 
 
 @pytest.mark.gpu
@@ -186,7 +189,4 @@ def test_the_same_bits_on_both_sides_of_the_switch(install: Install) -> None:
     loss, kept = reduce(losses)
     loss.backward()
     trainer.model.finish_grad_sync()
-    outside = type(inside)(
-        losses=[kept["losses"]], grads={name: grad.clone() for name, grad in trainer.named_main_grads()}
-    )
-    assert_same_bits(inside, outside)
+    assert_same_bits(inside, Step(losses=[kept["losses"]], grads=grads(trainer.chunk)))

@@ -4,7 +4,6 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import megatron_rig as rig
@@ -74,75 +73,6 @@ def test_a_list_that_stands_before_the_blocks_own_layers_is_noticed(pair: rig.Pa
     assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "PARAMETERS_CHANGED": rig.LAYERS}
 
 
-def _move_weights(trainer: Trainer) -> list[torch.Tensor]:
-    """Moves every parameter; what reads the old place from now on reads NaN."""
-    old = [param.data for param in trainer.chunk.parameters()]
-    for param, tensor in zip(trainer.chunk.parameters(), old, strict=True):
-        param.data = tensor.clone()
-        tensor.fill_(float("nan"))
-    return old
-
-
-def _move_main_grads(trainer: Trainer, *, in_place: bool = False) -> list[torch.Tensor]:
-    """Moves every main gradient out of the DDP's buffer; all objects may stay the same ones."""
-    old = [param.main_grad.detach() for param in trainer.chunk.parameters()]
-    for param, grad in zip(trainer.chunk.parameters(), old, strict=True):
-        if in_place:
-            param.main_grad.data = torch.zeros_like(grad)
-        else:
-            param.main_grad = torch.zeros_like(grad)
-        grad.fill_(float("nan"))
-    return old
-
-
-@pytest.mark.parametrize(
-    ("move", "is_suspended"),
-    [
-        (_move_weights, False),
-        (_move_weights, True),
-        (_move_main_grads, False),
-        (_move_main_grads, True),
-        (partial(_move_main_grads, in_place=True), False),
-    ],
-)
-def test_moved_memory_is_never_replayed_and_is_captured_again(
-    move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, pair: rig.Pair
-) -> None:
-    """One step runs eager, unless the host has said that it moves memory."""
-    pair.step(rig.ONE, rig.TWO, times=3)  # from the second replayed step on, a hash alone is compared
-    if is_suspended:
-        megagraph.suspend()
-    held = [move(trainer) for trainer in pair.both]
-    if is_suspended:
-        megagraph.resume()
-
-    for _ in range(3):
-        for trainer in pair.both:
-            for param in trainer.chunk.parameters():
-                param.main_grad.zero_()
-        pair.step(rig.TWO, rig.OTHER)
-    report = pair.report()
-    moved = {} if is_suspended else {"ADDRESS_MOVED": 2 * rig.LAYERS}
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, **moved}
-    assert report["replays"] == (4 + 6) * rig.LAYERS - sum(moved.values())
-    assert len(held[0]) == len(held[1])
-
-
-def test_a_call_outside_of_any_schedule_never_replays_moved_memory(trainer: Trainer) -> None:
-    """Bug: addresses are looked at before a schedule only, so a bare call replayed on the old ones."""
-    with torch.no_grad():
-        rig.forward(trainer.model.eval(), rig.ONE, trainer.device)
-    for _ in range(2):
-        rig.evaluate(trainer, [rig.ONE])
-    replays = rig.report_of(trainer)["replays"]
-    held = _move_weights(trainer)
-    trainer.model.eval()
-    with torch.no_grad():
-        rig.forward(trainer.model, rig.ONE, trainer.device)
-    assert held and rig.report_of(trainer)["replays"] == replays
-    assert rig.report_of(trainer)["eager"]["ADDRESS_MOVED"] == rig.LAYERS
-
-
 def test_suspended_models_run_eager_and_replay_again_after_resume(pair: rig.Pair) -> None:
     """Nothing is captured meanwhile."""
     pair.step(rig.ONE)
@@ -177,30 +107,6 @@ def test_a_model_called_before_its_first_step_loses_no_graph(pair: rig.Pair) -> 
     pair.step(rig.ONE, times=3)
     reports = megagraph.reports()
     assert max(report["replays"] for report in reports) == 2 * rig.LAYERS
-
-
-def test_hidden_dropout_has_eager_bits_or_a_counted_reason() -> None:
-    steps = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO], [rig.ONE, rig.OTHER]]
-    graphed = rig.compare_runs(steps, config={"hidden_dropout": 0.2})
-    report = graphed.report
-    assert report["replays"] + report["eager"].get("RNG_NOT_GRAPH_SAFE", 0) == 3 * 2 * rig.LAYERS
-    without = rig.train(rig.graph_config(), steps)
-    assert not torch.equal(without.steps[0].losses[0], graphed.steps[0].losses[0])
-
-
-def test_two_models_in_one_process_each_have_their_own_graphs_and_bits(install: rig.Install) -> None:
-    install()
-    alone, other = Trainer(rig.OPTIONS), Trainer(rig.OPTIONS)
-    for _ in range(3):
-        assert not torch.equal(
-            rig.step(alone, [rig.ONE, rig.TWO]).losses[0], rig.step(other, [rig.OTHER]).losses[0]
-        )
-    reports = megagraph.reports()
-    assert [report["replays"] for report in reports] == [2 * 2 * rig.LAYERS, 2 * rig.LAYERS]
-    megagraph.uninstall()
-    again = rig.train(rig.graph_config(), [[rig.ONE, rig.TWO]] * 3)
-    for name, weight in alone.chunk.named_parameters():
-        assert torch.equal(weight, again.weights[name])
 
 
 # -- loops that are not one schedule call a step ---------------------------------------------------

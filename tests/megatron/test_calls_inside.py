@@ -25,19 +25,16 @@ PROMPT = 5
 def _call_inside(trainer: Trainer, call: Callable[[Any], Tensor]) -> list[Tensor]:
     """From now on each embedding of the model calls the model; what it answers is collected."""
     answers: list[Tensor] = []
+    is_inside = [False]
 
     def inside(*_: object) -> None:
-        handle.remove()
-        with torch.no_grad():
-            answers.append(call(trainer.chunk))
-        register()
+        if not is_inside[0]:
+            is_inside[0] = True
+            with torch.no_grad():
+                answers.append(call(trainer.chunk))
+            is_inside[0] = False
 
-    def register() -> None:
-        nonlocal handle
-        handle = trainer.chunk.embedding.register_forward_hook(inside)
-
-    handle: Any = None
-    register()
+    trainer.chunk.embedding.register_forward_hook(inside)
     return answers
 
 

@@ -4,20 +4,18 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import megatron_rig as rig
 import pytest
-import torch
 from same_bits import assert_same_bits
 
-import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.packs.ops import TailConvention
 
-STEPS, MICROS, WARM_UP = 32 if rig.ON_GPU else 12, 3, 3
+STEPS, MICROS, WARM_UP = 32 if rig.ON_GPU else 10, 3, 2
 SMALL = Capacity(tokens=64, num_seqs=4, max_seqlen=48)
 
 
@@ -67,29 +65,12 @@ def _eager_reason(micro: rig.Micro) -> str | None:
 MAIN: dict[str, Any] = {"capacities": (SMALL,), "cuda_graph_warmup_steps": WARM_UP}
 
 
-@pytest.fixture(scope="module")
-def graphed(megatron: None) -> rig.Run:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    run = rig.train(rig.graph_config(**MAIN), _job())
-    torch.use_deterministic_algorithms(before)
-    return run
-
-
-@pytest.mark.parametrize(
-    "how", [{"eager": True}, {"mode": "eager"}, {}], ids=["switched off", "mode", "again"]
-)
-def test_a_graphed_run_has_the_bits_of_the_eager_run_and_repeats_itself(
-    graphed: rig.Run, how: dict[str, Any]
-) -> None:
-    other = rig.train(
-        rig.graph_config(**MAIN, mode=how.get("mode", "graph")), _job(), eager=how.get("eager", False)
-    )
-    assert (other.report["replays"] == other.report["graphs"] == 0) == bool(how)
-    assert_same_bits(graphed, other)
-
-
-def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: rig.Run) -> None:
+def test_every_call_has_the_bits_of_eager_and_replays_or_has_the_reason_that_a_hand_count_gives() -> None:
+    graphed = rig.train(rig.graph_config(**MAIN), _job())
+    for mode, eager in (("graph", True), ("eager", False), ("graph", False)):
+        other = rig.train(rig.graph_config(**MAIN, mode=mode), _job(), eager=eager)
+        assert (other.report["replays"] == other.report["graphs"] == 0) == (eager or mode == "eager")
+        assert_same_bits(graphed, other)
     expected: Counter[str] = Counter()
     for index, micros in enumerate(_job()):
         for micro in micros:
@@ -149,39 +130,28 @@ def test_capacities_learned_in_eager_mode_are_those_of_graph_mode() -> None:
     assert_same_bits(graph, eager)
 
 
-_PLAIN = [
-    [rig.Micro(lengths=(5 + i, 7, 20 - i), seed=i), rig.Micro(lengths=(3 * i + 2,), seed=-i)]
-    for i in range(4)
-]
-_PADDED = [
+# Of each form in each step: plain, padded, padded with a tail, with a tail alone.
+FORMS = [
     [
+        rig.Micro(lengths=(5 + i, 7, 20 - i), seed=i),
         rig.Micro(lengths=(5 + i, 7, 20), padded=(8 + i, 8, 24), seed=i),
         rig.Micro(lengths=(9, 11 + i), padded=(12, 24), tail=4, seed=-i),
+        rig.Micro(lengths=(30 + i,), tail=34 - i),
     ]
-    for i in range(4)
-]
-_MIXED = [[plain[0], padded[1]] for plain, padded in zip(_PLAIN, _PADDED, strict=True)]
-_TAILED = [
-    [rig.Micro(lengths=(5 + i, 7), seed=i, tail=9 + i), rig.Micro(lengths=(30 + i,), tail=34 - i)]
-    for i in range(4)
+    for i in range(3)
 ]
 
 
 @pytest.mark.parametrize("tail", TailConvention)
-@pytest.mark.parametrize(
-    "steps", [_PLAIN, _PADDED, _MIXED, _TAILED], ids=["plain", "padded", "both", "with-a-tail"]
-)
-def test_every_tail_convention_and_form_of_pack_has_eager_bits(
-    tail: TailConvention, steps: Sequence[Sequence[rig.Micro]]
-) -> None:
-    run = rig.compare_runs(steps, plugin={"tail": tail})
-    assert run.report["replays"] == 2 * 3 * rig.LAYERS
-    assert run.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
+def test_every_tail_convention_and_form_of_pack_has_eager_bits(tail: TailConvention) -> None:
+    run = rig.compare_runs(FORMS, plugin={"tail": tail})
+    assert run.report["replays"] == 2 * 4 * rig.LAYERS
+    assert run.report["eager"] == {"WARMING_UP": 4 * rig.LAYERS}
 
 
 def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
     runs = [
-        rig.train(rig.graph_config(tail=tail), _PADDED[:3], eager=True).steps[0].losses
+        rig.train(rig.graph_config(tail=tail), FORMS[:1], eager=True).steps[0].losses
         for tail in TailConvention
     ]
     for losses in runs[1:]:
@@ -190,26 +160,20 @@ def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
             assert (one - other).abs().max() <= bound * one.abs().max()
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [(64,), (1,), (16, 16, 16, 16), (1, 1, 1, 1), (0, 20, 0, 5)],
-    ids=["full", "one-token", "all-documents", "shortest", "empty-documents"],
-)
-def test_a_pack_at_an_edge_of_its_capacity_replays_with_eager_bits(lengths: tuple[int, ...]) -> None:
+EDGES = {
+    **{"full": (64,), "one token": (1,), "all documents": (16,) * 4, "shortest": (1,) * 4},
+    "empty documents": (0, 20, 0, 5),
+}
+
+
+def test_packs_at_each_edge_of_their_capacity_replay_with_eager_bits() -> None:
     capacity = Capacity(tokens=64, num_seqs=4, max_seqlen=64)
-    steps = [[rig.Micro(lengths=(9, 9)), rig.Micro(lengths=lengths, seed=i)] for i in range(3)]
-    run = rig.compare_runs(steps, plugin={"capacities": (capacity,)})
-    assert run.report["replays"] == 2 * 2 * rig.LAYERS
+    packs = [rig.Micro(lengths=lengths, seed=seed) for seed, lengths in enumerate(EDGES.values())]
+    run = rig.compare_runs([[rig.Micro(lengths=(9, 9))], packs], plugin={"capacities": (capacity,)})
+    assert run.report["replays"] == len(EDGES) * rig.LAYERS
 
 
 # -- figures of padding ----------------------------------------------------------------------------
-
-
-PADDED = (
-    rig.Micro(lengths=(9, 20), padded=(12, 24)),
-    rig.Micro(lengths=(1, 2, 3), padded=(8, 8, 8), seed=1),
-    rig.Micro(lengths=(30,), padded=(32,), tail=5, seed=2),
-)
 
 
 def _share(replayed: Sequence[rig.Micro]) -> float:
@@ -222,16 +186,16 @@ def _approx(share: float) -> object:
     return pytest.approx(share, abs=1e-12)
 
 
-@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("layer", [0, 1])
 def test_tokens_count_once_however_many_layers_stay_eager(layer: int, install: rig.Install) -> None:
     """The others are replayed one by one; the first of them stages the pack, and counts it."""
     install()
     trainer = Trainer(dataclasses.replace(rig.OPTIONS, layers=3))
     trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-    rig.step(trainer, [rig.ONE, *PADDED], times=3)
+    rig.step(trainer, FORMS[0], times=3)
     report = rig.report_of(trainer)
     assert report["replays"] == 2 * 4 * 2 and report["eager"]["FOREIGN_HOOK"] == 2 * 4
-    assert report["padding_share"] == _approx(_share((rig.ONE, *PADDED) * 2))
+    assert report["padding_share"] == _approx(_share(FORMS[0] * 2))
 
 
 def _other_tables(trainer: Trainer) -> None:
@@ -240,24 +204,17 @@ def _other_tables(trainer: Trainer) -> None:
     type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
 
 
-@pytest.mark.parametrize("make", [Trainer, rig.HybridTrainer], ids=["GPTModel", "HybridModel"])
-def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_token(
-    make: Callable[..., Any], install: rig.Install
-) -> None:
+@pytest.mark.parametrize("make", [rig.plain, rig.HybridTrainer], ids=["GPTModel", "HybridModel"])
+def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_token(make: rig.Make) -> None:
     """The call is refused after its slot was leased."""
-    left = []
-    for eager in (True, False):
-        install()
-        trainer = make(rig.OPTIONS) if make is Trainer else make()
-        layers = len(trainer.chunk.decoder.layers)
-        rig.step(trainer, [rig.ONE], times=2)
-        before = rig.report_of(trainer)
+    pair = rig.Pair(make)
+    layers = len(pair.graphed.chunk.decoder.layers)
+    pair.step(rig.ONE, times=2)
+    before = pair.report()
+    for trainer in pair.both:
         _other_tables(trainer)
-        left.append(rig.step(trainer, [rig.ONE, rig.TWO], eager=eager))
-        after = rig.report_of(trainer)
-        if not eager:
-            assert after["eager"] == {"WARMING_UP": layers, "SIGNATURE_CHANGED": 2 * layers}
-            assert after["replays"] == before["replays"] == layers
-            assert after["padding_share"] == before["padding_share"] == _approx(_share([rig.ONE]))
-        megagraph.uninstall()
-    assert_same_bits(*left)
+    pair.step(rig.ONE, rig.TWO)
+    after = pair.report()
+    assert after["eager"] == {"WARMING_UP": layers, "SIGNATURE_CHANGED": 2 * layers}
+    assert after["replays"] == before["replays"] == layers
+    assert after["padding_share"] == before["padding_share"] == _approx(_share([rig.ONE]))

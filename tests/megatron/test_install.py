@@ -2,6 +2,7 @@
 """Installing and uninstalling: what is patched, what is put back, what is refused."""
 
 import gc
+import inspect
 import json
 import logging
 import os
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, Install, evaluate, graph_config, report_of, step
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron_rig import LAYERS, ONE, OPTIONS, Install, evaluate, graph_config, report_of, step, the_plugin
 
 import megagraph
 from megagraph import _C
@@ -42,26 +44,21 @@ def _namespaces() -> dict[str, set[str]]:
     return {_where(seam): set(vars(seam.owner())) for seam in SEAMS}
 
 
-def test_uninstall_puts_back_the_very_functions_of_every_seam() -> None:
+def test_patched_functions_keep_name_and_signature_and_uninstall_puts_the_very_ones_back() -> None:
     before, names = _held(), _namespaces()
+    signatures = {_where(seam): inspect.signature(seam.function()) for seam in SEAMS}
     megagraph.install(graph_config())
     patched = _held()
     assert all(patched[path] is not function for path, function in before.items())
+    for seam in SEAMS:
+        assert seam.function().__name__ == seam.name
+        assert inspect.signature(seam.function()) == signatures[_where(seam)]
+        assert seam.problem() is None
+    assert get_forward_backward_func() is get_forward_backward_func()  # hosts ask once
     megagraph.uninstall()
     after = _held()
     assert all(after[path] is function for path, function in before.items())
     assert _namespaces() == names
-
-
-def test_a_patched_function_keeps_its_name_and_signature() -> None:
-    import inspect
-
-    before = {_where(seam): inspect.signature(seam.function()) for seam in SEAMS}
-    megagraph.install(graph_config())
-    for seam in SEAMS:
-        assert seam.function().__name__ == seam.name
-        assert inspect.signature(seam.function()) == before[_where(seam)]
-        assert seam.problem() is None
 
 
 def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
@@ -106,43 +103,36 @@ def test_a_second_install_is_refused_and_changes_nothing() -> None:
     megagraph.install(graph_config())
 
 
-def test_mode_off_patches_nothing() -> None:
-    before = _held()
-    megagraph.uninstall()
-    assert _held() == before
-    megagraph.install(graph_config(mode="off"))
-    assert _held() == before
-    assert installed_plugin() is None and megagraph.reports() == []
-
-
-def test_without_options_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_off_patches_nothing_and_without_options_the_environment_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "off")
     before = _held()
-    megagraph.install()
-    assert _held() == before
+    for nothing in (
+        megagraph.uninstall,
+        lambda: megagraph.install(graph_config(mode="off")),
+        megagraph.install,
+    ):
+        nothing()
+        assert _held() == before
+        assert installed_plugin() is None and megagraph.reports() == []
     monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
     megagraph.install()
-    installed = installed_plugin()
-    assert installed is not None and installed.config.mode == "eager"
+    assert the_plugin().config.mode == "eager"
 
 
-def test_a_path_is_read_as_toml_and_variables_go_over_it(
+def test_a_path_is_read_as_toml_and_variables_go_over_it_and_nothing_else_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`install("c.toml")` was an AttributeError: 'str' object has no attribute 'mode'."""
+    """`install("c.toml")` and `install({...})` were AttributeErrors."""
     path = tmp_path / "c.toml"
     path.write_text("[megagraph]\nmode = 'eager'\ncuda_graph_warmup_steps = 7\n")
     monkeypatch.setenv("MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS", "9")
     for given in (path, str(path)):
         megagraph.install(given)
-        installed = installed_plugin()
-        assert installed is not None
-        assert (installed.config.mode, installed.config.cuda_graph_warmup_steps) == ("eager", 9)
+        config = the_plugin().config
+        assert (config.mode, config.cuda_graph_warmup_steps) == ("eager", 9)
         megagraph.uninstall()
-
-
-def test_what_is_no_config_is_refused_with_what_to_write() -> None:
-    """`install({...})` was an AttributeError."""
     given: Any = {"mode": "eager"}
     with pytest.raises(TypeError, match=r"expected megagraph\.GraphConfig\(\.\.\.\), .* got dict {'mode': "):
         megagraph.install(given)
@@ -167,10 +157,17 @@ def test_a_bad_report_path_is_found_when_installing(
     assert sorted(tmp_path.rglob("*")) == files
 
 
-def test_a_script_that_installs_leaves_a_report_and_ends_well_without_one(tmp_path: Path) -> None:
+def test_importing_imports_no_megatron_and_a_script_that_installs_leaves_a_report_or_says_it(
+    tmp_path: Path,
+) -> None:
     """The documentation said that such a script leaves no file; one that could not be written was lost."""
     script = """
-import os, shutil, sys, megagraph
+import importlib, os, pkgutil, shutil, sys, megagraph
+for module in pkgutil.walk_packages(megagraph.__path__, "megagraph."):
+    if not module.name.endswith("__main__") and module.name != "megagraph._C":
+        importlib.import_module(module.name)
+bad = [name for name in sys.modules if name.split(".")[0] in ("megatron", "transformer_engine")]
+assert "megagraph.megatron.patch.installation" in sys.modules and not bad, bad
 reports = os.path.abspath("reports")
 megagraph.install(megagraph.GraphConfig(report="reports/r.json"))
 os.chdir("/")
@@ -254,42 +251,23 @@ def test_a_build_without_a_compiler_is_refused_on_a_gpu_machine(monkeypatch: pyt
     assert _held() == before
 
 
-def test_importing_the_package_patches_nothing_and_imports_no_megatron() -> None:
-    script = (
-        "import sys, importlib, pkgutil, megagraph\n"
-        "names = [m.name for m in pkgutil.walk_packages(megagraph.__path__, 'megagraph.')]\n"
-        "for name in names:\n"
-        "    if not name.endswith('__main__') and name != 'megagraph._C': importlib.import_module(name)\n"
-        "bad = [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine')]\n"
-        "assert 'megagraph.megatron.patch.installation' in sys.modules and not bad, bad\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap_grad_reduce"])
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize(
+    ("mode", "overlap", "uninstalls"),
+    [("graph", False, False), ("graph", True, False), ("eager", False, False), ("graph", False, True)],
+)
 def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
-    mode: str, overlap: bool, install: Install
+    mode: str, overlap: bool, uninstalls: bool, install: Install
 ) -> None:
     install(mode=mode)
     trainer = Trainer(OPTIONS, ddp={"overlap_grad_reduce": overlap})
     step(trainer, [ONE], times=3)
     before = report_of(trainer)
-    chunk = weakref.ref(trainer.chunk)
+    references = [weakref.ref(trainer.chunk), weakref.ref(trainer.chunk.decoder.layers[0])]
+    if uninstalls:
+        megagraph.uninstall()
     del trainer
     gc.collect()
-    assert chunk() is None
-    (after,) = megagraph.reports()
-    assert after["calls"] == before["calls"] == 3 * LAYERS and after["replays"] == before["replays"]
-
-
-def test_uninstall_lets_go_of_every_model(install: Install) -> None:
-    install()
-    trainer = Trainer(OPTIONS)
-    step(trainer, [ONE], times=3)
-    layer = weakref.ref(trainer.chunk.decoder.layers[0])
-    megagraph.uninstall()
-    del trainer
-    gc.collect()
-    assert layer() is None
+    assert [reference() for reference in references] == [None, None]
+    for after in megagraph.reports():
+        assert after["calls"] == before["calls"] == 3 * LAYERS and after["replays"] == before["replays"]
+    assert len(megagraph.reports()) == (not uninstalls)

@@ -170,22 +170,19 @@ def test_a_hook_on_all_modules_is_noticed(kind: str) -> None:
     assert watched.look() is None
 
 
-def test_hooks_that_keep_no_layer_eager_are_looked_at_once() -> None:
+def test_hooks_that_keep_no_layer_eager_are_looked_at_once_and_others_weigh_most() -> None:
     """As those that Megatron registers and removes itself."""
     watched = Watched(owner := Owner())
     watched.expects_hooks = True
     owner.inner.register_forward_hook(lambda *_: None)
     assert [watched.look() for _ in range(3)] == [None] * 3
     assert watched.asked_for_hooks == 2  # with that of the beginning
-
-
-def test_a_foreign_hook_weighs_more_than_gradients_that_have_moved() -> None:
-    watched = Watched(owner := Owner())
     _moved(owner.inner.bias.main_grad)
     assert watched.look() is EagerReason.ADDRESS_MOVED and watched.watch.have_only_gradients_moved
+    watched.expects_hooks = False
     owner.inner.register_forward_hook(lambda *_: None)
     assert watched.look() is EagerReason.FOREIGN_HOOK and not watched.watch.have_only_gradients_moved
-    assert watched.asked_for_hooks == 2
+    assert watched.asked_for_hooks == 3
 
 
 def test_gradients_without_memory_are_away_and_have_not_moved() -> None:

@@ -35,23 +35,17 @@ class _Swapped(Micro):
 FULL_OF_OTHER = _Swapped(lengths=FULL.lengths, seed=3)
 
 
-class SuperModel(GPTModel):  # type: ignore[misc]
-    """Hands everything on."""
+def _handing_on(cls: Any) -> type:
+    """A class whose forward hands everything on."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+    class Super(cls):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
 
-
-class SuperBlock(TransformerBlock):  # type: ignore[misc]
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+    return Super
 
 
-class OwnSuperModel(OwnModel):
-    """Calls a forward that does not call Megatron's."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+SuperModel, SuperBlock, OwnSuperModel = (_handing_on(cls) for cls in (GPTModel, TransformerBlock, OwnModel))
 
 
 class CallingModel(OwnModel):

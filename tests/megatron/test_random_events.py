@@ -97,7 +97,7 @@ class Events(RuleBasedStateMachine):
                 "layers": "layer layers list",
                 "forward": "forward",
                 "values": "adapter tensor buffer configuration function list",
-                "class": "class property",
+                "class": "class",
                 "weight": "weight merged parameter",
                 "mode": "mode",
                 "number": "float",

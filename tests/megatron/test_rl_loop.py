@@ -5,7 +5,7 @@ The rollouts are drawn, not generated; everything else goes through Megatron's o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -63,15 +63,6 @@ def train(
     return Step(losses=losses, grads=grads(trainer.chunk))
 
 
-@dataclass(kw_only=True)
-class Round:
-    """What one round left, mini-batch by mini-batch."""
-
-    old: list[Tensor] = field(default_factory=list)
-    reference: list[Tensor] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """A whole run."""
@@ -87,54 +78,41 @@ class Loop:
         """The packs of round `index`."""
         return rollouts(index, mini_batches=self.mini_batches)
 
-    def run(self, mode: str) -> tuple[list[Round], list[list[dict[str, Any]]]]:
-        """Trains fresh models in a mode of the plugin. Returns their reports after each round, too."""
+    def run(self, mode: str) -> tuple[list[Any], list[list[dict[str, Any]]]]:
+        """What fresh models leave in a mode of the plugin, and their reports after each round."""
         megagraph.install(graph_config(capacities=BANK, mode=mode))
-        try:
-            trainer = Trainer(OPTIONS)
-            frozen, reference = frozen_model(seed=99)
-            offload = Offload(megatrons_own=self.megatrons_own)
-            found, reports = [], []
-            for index in range(self.rounds):
-                found.append(self._round(index, trainer, reference, offload))
-                if self.moves:
-                    self._move_all_away(trainer, frozen, offload)
-                reports.append(megagraph.reports())
-        finally:
-            megagraph.uninstall()
-        return found, reports
-
-    def _round(self, index: int, trainer: Trainer, reference: Any, offload: Offload) -> Round:
-        left = Round()
-        batches = self.batches(index)
-        is_away = self.moves and index > 0
-        if is_away:
-            for model in (trainer.model, reference):
-                offload.weights_back(model, trainer.device)
-            if not self.late_gradients:
-                offload.gradients_back(trainer.model)
-            if self.announces:
-                megagraph.resume()
-        old = [log_probs(trainer.model, packs) for packs in batches]
-        others = [log_probs(reference, packs) for packs in batches]
-        if is_away and self.late_gradients:
-            offload.gradients_back(trainer.model)
-        if is_away:
-            offload.optimizer(trainer.optimizer, trainer.device)
-        for packs, before, other in zip(batches, old, others, strict=True):
-            left.old += before
-            left.reference += other
-            left.steps.append(train(trainer, packs, before, other))
-            trainer.update()
-        return left
-
-    def _move_all_away(self, trainer: Trainer, frozen: Any, offload: Offload) -> None:
-        if self.announces:
-            megagraph.suspend()
-        offload.weights(trainer.model)
-        offload.weights(frozen)
-        offload.gradients(trainer.model)
-        offload.optimizer(trainer.optimizer, "cpu")
+        trainer, (frozen, reference) = Trainer(OPTIONS), frozen_model(seed=99)
+        policy, offload = trainer.model, Offload(megatrons_own=self.megatrons_own)
+        left: list[Any] = []
+        reports = []
+        for index in range(self.rounds):
+            is_away = self.moves and index > 0
+            if is_away:
+                for model in (policy, reference):
+                    offload.weights_back(model, trainer.device)
+                if not self.late_gradients:
+                    offload.gradients_back(policy)
+                if self.announces:
+                    megagraph.resume()
+            batches = self.batches(index)
+            old, others = ([log_probs(model, packs) for packs in batches] for model in (policy, reference))
+            if is_away:
+                if self.late_gradients:
+                    offload.gradients_back(policy)
+                offload.optimizer(trainer.optimizer, trainer.device)
+            for packs, before, other in zip(batches, old, others, strict=True):
+                left += [before, other, train(trainer, packs, before, other)]
+                trainer.update()
+            if self.moves:
+                if self.announces:
+                    megagraph.suspend()
+                for model in (policy, frozen):
+                    offload.weights(model)
+                offload.gradients(policy)
+                offload.optimizer(trainer.optimizer, "cpu")
+            reports.append(megagraph.reports())
+        megagraph.uninstall()
+        return left, reports
 
     def counts(self, *, trains: bool) -> dict[str, int]:
         """By hand: the calls of a model by what becomes of them."""
@@ -200,38 +178,34 @@ def _train_once(trainer: Trainer) -> Step:
     return train(trainer, PACKS, nothing, nothing)
 
 
-def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None:
+def _pass(trainer: Trainer) -> list[Tensor]:
+    return log_probs(trainer.model, PACKS)
+
+
+def test_gradients_that_are_away_cost_passes_without_gradients_nothing(install: Install) -> None:
     """Bug: memory of freed gradients was read while a forward-only pass was captured, and crashed.
 
     Their absence also counted as a moved address, so that log-probability passes lost their graphs.
     """
 
-    def addresses(trainer: Trainer) -> list[int]:
-        return [grad.data_ptr() for _name, grad in trainer.named_main_grads()]
+    def address() -> list[int]:
+        return [grad.data_ptr() for _name, grad in pair.graphed.named_main_grads()]
 
-    def run(mode: str) -> tuple[Round, list[dict[str, Any]], bool]:
-        """What all passes left, the reports, and whether the gradients came back to another address."""
-        megagraph.install(graph_config(capacities=BANK, mode=mode))
-        trainer, offload = Trainer(OPTIONS), Offload()
-        left, reports = Round(), []
-        for _ in range(2):
-            left.steps.append(_train_once(trainer))
-            left.old += log_probs(trainer.model, PACKS)
-        reports += megagraph.reports()
-        before = addresses(trainer)
-        offload.gradients(trainer.model)
-        for _ in range(2):
-            left.old += log_probs(trainer.model, PACKS)
-        reports += megagraph.reports()
-        offload.gradients_back(trainer.model)
-        has_moved = addresses(trainer) != before
-        left.steps += [_train_once(trainer) for _ in range(2)]
-        reports += megagraph.reports()
-        megagraph.uninstall()
-        return left, reports, has_moved
-
-    graphed, (before, after, back), has_moved = run("graph")
-    assert_same_bits(graphed, run("eager")[0])
+    install(capacities=BANK)
+    pair = Pair()
+    offloads = {trainer: Offload() for trainer in pair.both}
+    for work in (_train_once, _pass) * 2:
+        assert_same_bits(*pair.each(work))
+    before, addresses = pair.report(), address()
+    pair.each(lambda trainer: offloads[trainer].gradients(trainer.model))
+    for _ in range(2):
+        assert_same_bits(*pair.each(_pass))
+    after = pair.report()
+    pair.each(lambda trainer: offloads[trainer].gradients_back(trainer.model))
+    has_moved = address() != addresses
+    for _ in range(2):
+        assert_same_bits(*pair.each(_train_once))
+    back = pair.report()
     assert after["replays"] - before["replays"] == 2 * CALLS
     assert after["eager"] == before["eager"] and after["graphs"] == before["graphs"]
     assert back["eager"].get("ADDRESS_MOVED", 0) == CALLS * has_moved
@@ -262,7 +236,7 @@ def test_a_first_capture_while_gradients_are_away_leaves_training_for_later(inst
     _train_once(trainer)
     offload.gradients(trainer.model)
     for _ in range(3):
-        log_probs(trainer.model, PACKS)
+        _pass(trainer)
     (report,) = megagraph.reports()
     assert (report["graphs"], report["replays"]) == (len(BANK) * LAYERS, 2 * CALLS)
     offload.gradients_back(trainer.model)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that end in an error: what they leave is freed, or named, and later steps have the bits of eager."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from same_bits import assert_same_bits
 from torch import Tensor
 
-import megagraph
 from megagraph.demo.trainer import Trainer
 
 
@@ -25,15 +23,14 @@ class Broken(Exception):
         self.losses, self.me = losses, self
 
 
-def _broken_step(trainer: Trainer, *, is_eager: bool) -> Broken:
+def _broken_step(trainer: Trainer) -> Broken:
     """Raises between the forward and the backward of a micro-batch. Returns the error, without its frames."""
 
     def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
         raise Broken(rig.forward(chunk, next(data), trainer.device)[0])
 
     trainer.zero_grad()
-    eager = megagraph.disable_cuda_graphs_this_step() if is_eager else contextlib.nullcontext()
-    with eager, pytest.raises(Broken) as error:
+    with pytest.raises(Broken) as error:
         rig.run_schedule(trainer.model, forward_step, [rig.ONE], 1)
     raised = error.value
     raised.__traceback__ = None
@@ -48,8 +45,7 @@ def test_what_is_garbage_is_collected_before_the_next_step(
     pair = rig.Pair()
     pair.step(rig.ONE, rig.TWO, times=3)
     before = pair.report()["eager"]
-    _broken_step(pair.eager, is_eager=True)
-    _broken_step(pair.graphed, is_eager=False)
+    pair.each(_broken_step)
     pair.step(rig.ONE, rig.TWO, times=2)
     assert pair.report()["eager"] == before
 
@@ -58,12 +54,12 @@ class _Lost(Exception):
     pass
 
 
-def _raise_in_layer(trainer: Trainer, *, is_eager: bool) -> None:
+def _raise_in_layer(trainer: Trainer) -> None:
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise _Lost
 
     with mock.patch.object(trainer.chunk.decoder.layers[1].mlp, "_call_impl", fail), pytest.raises(_Lost):
-        rig.step(trainer, [rig.ONE], eager=is_eager)
+        rig.step(trainer, [rig.ONE])
 
 
 @pytest.mark.parametrize("where", ["behind the layers", "in a layer"])
@@ -75,13 +71,8 @@ def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: rig
         pair = rig.Pair(moe_rig.ExpertTrainer, kinds="E-", **moe_rig.CASES["shared experts"])
         pair.step(rig.ONE, rig.TWO, times=3)
         before = pair.report()["eager"]
-        for trainer in pair.both:
-            is_eager = trainer is pair.eager
-            if where == "in a layer":
-                _raise_in_layer(trainer, is_eager=is_eager)
-            else:
-                _broken_step(trainer, is_eager=is_eager)
-            rig.metrics()  # of its first micro-batch alone
+        pair.each(_raise_in_layer if where == "in a layer" else _broken_step)
+        rig.metrics()  # of their first micro-batches alone
         pair.step(rig.ONE, rig.TWO, times=2)
     assert pair.report()["eager"] == before
 
@@ -90,10 +81,8 @@ def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(
     pair: rig.Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair.step(rig.ONE, rig.TWO, times=3)
-    _broken_step(pair.eager, is_eager=True)
-    held = _broken_step(pair.graphed, is_eager=False)
-    pair.step(rig.ONE, rig.TWO)
-    pair.step(rig.ONE, rig.TWO)
+    held = pair.each(_broken_step)[1]
+    pair.step(rig.ONE, rig.TWO, times=2)
     assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS
     said = [text for text in caplog.messages if "a step that raised has left tensors" in text]
     assert len(said) == 1 and "pending backward of site" in said[0]
@@ -109,8 +98,6 @@ class GaveUp(RuntimeError):
 
 def _raise_in_loss(trainer: Trainer) -> None:
     """In the loss function of the second of three micro-batches."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     seen: list[rig.Micro] = []
 
     def forward_step(data: Iterator[rig.Micro], chunk: Any) -> tuple[Tensor, Any]:
@@ -124,15 +111,7 @@ def _raise_in_loss(trainer: Trainer) -> None:
 
         return losses, loss
 
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([rig.ONE, rig.TWO, rig.OTHER]),
-        model=[trainer.model],
-        num_microbatches=3,
-        seq_length=rig.OPTIONS.max_tokens,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    rig.run_schedule(trainer.model, forward_step, [rig.ONE, rig.TWO, rig.OTHER], 3)
 
 
 def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
@@ -175,16 +154,15 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
 
     # What the broken step has added is that of eager too.
     assert_same_bits(*pair.each(attempt))
-    # First on top of it, as a host that only counts the error would go on.
-    calls = [[rig.TWO, rig.ONE]]
 
     def go_on(trainer: Trainer) -> rig.Step:
-        losses = [rig.schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
-        return rig.Step(losses=losses[0], grads=rig.grads(trainer.chunk))
+        """First on top of it, as a host that only counts the error would go on."""
+        losses = rig.schedule(trainer.model, [rig.TWO, rig.ONE], 2, trainer.device)
+        return rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
 
     assert_same_bits(*pair.each(go_on))
-    pair.step(rig.ONE, rig.OTHER, times=3)
+    pair.step(rig.ONE, rig.OTHER, times=2)
     report = pair.report()
     # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.
     assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * rig.LAYERS}
-    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 3 * 2) * rig.LAYERS
+    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 2 * 2) * rig.LAYERS

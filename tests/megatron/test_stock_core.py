@@ -86,36 +86,27 @@ def _close(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert error <= BOUND * theirs.double().abs().max(), f"{what} is off by {error:.2e}"
 
 
-@pytest.mark.parametrize("query_groups", [None, 1], ids=["as-many-groups-as-heads", "one-group"])
-@pytest.mark.parametrize("micro", PACKS, ids=lambda micro: str(micro.lengths))
+CASES = [
+    *((micro, None, {"WARMING_UP": LAYERS}) for micro in PACKS),
+    (PACKS[0], 1, {"WARMING_UP": LAYERS}),
+    (Micro(lengths=(30, 29, 20)), None, {"TOO_MANY_TOKENS": 2 * LAYERS}),
+]
+
+
+@pytest.mark.parametrize(("micro", "query_groups", "eager"), CASES)
 def test_each_document_alone_in_stock_megatron_has_the_packs_losses_and_gradients(
-    micro: Micro, query_groups: int | None, install: Install
+    micro: Micro, query_groups: int | None, eager: dict[str, int], install: Install
 ) -> None:
     options = dataclasses.replace(OPTIONS, query_groups=query_groups)
     install()
     trainer = Trainer(options)
     weights = _state(trainer)
-    for _ in range(2):
-        packed = step(trainer, [micro], update=False)
-    assert report_of(trainer)["replays"] == LAYERS
+    packed = step(trainer, [micro], update=False, times=2)
+    assert report_of(trainer)["eager"] == eager
     megagraph.uninstall()
     losses, alone = _one_by_one(options, weights, micro)
     _close(_valid(packed.losses[0], micro), losses, "the losses")
     assert packed.grads.keys() == alone.grads.keys()
-    for name, grad in packed.grads.items():
-        _close(grad, alone.grads[name], name)
-
-
-def test_a_pack_that_fits_no_capacity_has_the_losses_of_stock_megatron(install: Install) -> None:
-    micro = Micro(lengths=(30, 29, 20))
-    install()
-    trainer = Trainer(OPTIONS)
-    weights = _state(trainer)
-    packed = step(trainer, [micro], update=False)
-    assert report_of(trainer)["eager"] == {"TOO_MANY_TOKENS": LAYERS}
-    megagraph.uninstall()
-    losses, alone = _one_by_one(OPTIONS, weights, micro)
-    _close(_valid(packed.losses[0], micro), losses, "the losses")
     for name, grad in packed.grads.items():
         _close(grad, alone.grads[name], name)
 
@@ -132,7 +123,7 @@ def test_the_model_sees_its_documents_and_their_order(trainer: Trainer) -> None:
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphed"])
 def test_another_documents_tokens_change_no_bit_of_a_documents_losses(eager: bool, trainer: Trainer) -> None:
     micro = Micro(lengths=(11, 17, 6, 25))
-    before = [step(trainer, [micro], update=False, eager=eager) for _ in range(2)][-1].losses[0]
+    before = step(trainer, [micro], update=False, eager=eager, times=2).losses[0]
     original = micro.documents()
 
     class Changed(Micro):

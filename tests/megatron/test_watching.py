@@ -3,17 +3,12 @@
 
 import logging
 import re
-from collections.abc import Callable
 
 import pytest
-from megatron_rig import LAYERS, OPTIONS, Micro, evaluate, step
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, evaluate, step
 from torch.profiler import ProfilerActivity, profile
 
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
-
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-Install = Callable[..., GraphConfig]
 
 
 def _ranges_of_a_step(trainer: Trainer) -> list[str]:

@@ -40,6 +40,7 @@ def trained(install: Install, **changes: Any) -> Trainer:
     return trainer
 
 
+@torch.no_grad()
 def call(trainer: Trainer, *, params: Any = None, **arguments: Any) -> Any:
     tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in ONE.row_lists())
     given = {"attention_mask": None, "labels": labels, **arguments}
@@ -51,22 +52,22 @@ def call(trainer: Trainer, *, params: Any = None, **arguments: Any) -> Any:
     )
 
 
+def given_to(module: Any) -> list[dict[str, Any]]:
+    """What calls of a module are given by name from now on."""
+    seen: list[dict[str, Any]] = []
+    module.register_forward_pre_hook(lambda _module, _args, given: seen.append(given), with_kwargs=True)
+    return seen
+
+
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_mask_beside_a_pack_reaches_the_layers(install: Install, mode: str) -> None:
     """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it."""
     trainer = trained(install, mode=mode)
     before = report_of(trainer)
     mask = torch.zeros(1, 1, ONE.physical, ONE.physical, dtype=torch.bool, device=trainer.device)
-    seen: list[Any] = []
-
-    def look(_block: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        seen.append(kwargs["attention_mask"])
-
-    handle = trainer.chunk.decoder.layers[0].register_forward_pre_hook(look, with_kwargs=True)
-    with torch.no_grad():
-        call(trainer, attention_mask=mask)
-    handle.remove()
-    assert [given is mask for given in seen] == [True]
+    seen = given_to(trainer.chunk.decoder.layers[0])
+    call(trainer, attention_mask=mask)
+    assert [given["attention_mask"] is mask for given in seen] == [True]
     assert eager_since(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
 
 
@@ -77,12 +78,11 @@ def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(install: 
     before = report_of(trainer)
     given = 2 if field == "local_cp_size" else distributed.group.WORLD
     params = dataclasses.replace(ONE.params(trainer.device), **{field: given})
-    with torch.no_grad():
-        if field == "local_cp_size":
-            with pytest.raises(ValueError, match="expected a cp_group of local_cp_size 2, got none"):
-                call(trainer, params=params)
-        else:
+    if field == "local_cp_size":
+        with pytest.raises(ValueError, match="expected a cp_group of local_cp_size 2, got none"):
             call(trainer, params=params)
+    else:
+        call(trainer, params=params)
     assert eager_since(report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": LAYERS}
 
 
@@ -93,10 +93,9 @@ def test_a_field_that_dense_layers_do_not_read_changes_nothing(install: Install)
     if not hasattr(params, "tokens_per_sample"):
         pytest.skip("this release of megatron-core has no tokens_per_sample")
     before = report_of(trainer)["replays"]
-    with torch.no_grad():
-        expected = call(trainer).clone()
-        given = dataclasses.replace(params, tokens_per_sample=ONE.physical)
-        assert torch.equal(call(trainer, params=given), expected)
+    expected = call(trainer).clone()
+    given = dataclasses.replace(params, tokens_per_sample=ONE.physical)
+    assert torch.equal(call(trainer, params=given), expected)
     assert report_of(trainer)["replays"] == before + 2 * LAYERS
 
 
@@ -106,16 +105,11 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: I
     before = report_of(trainer)["replays"]
     params = ONE.params(trainer.device)
     params.seq_lens = [9, 20]
-    seen: list[Any] = []
-
-    def look(_block: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        seen.append(kwargs["packed_seq_params"])
-
-    trainer.chunk.decoder.register_forward_pre_hook(look, with_kwargs=True)
-    with torch.no_grad():
-        call(trainer, params=params)
+    seen = given_to(trainer.chunk.decoder)
+    call(trainer, params=params)
     assert report_of(trainer)["replays"] == before + LAYERS
-    assert seen[0] is not params and seen[0].seq_lens == [9, 20]
+    (given,) = seen
+    assert given["packed_seq_params"] is not params and given["packed_seq_params"].seq_lens == [9, 20]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,18 +136,6 @@ def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair
     assert report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
 
 
-def test_inference_mode_is_another_kind_of_call(install: Install) -> None:
-    """Bug: it shared graphs with no_grad(), whose buffers are no inference tensors."""
-    trainer = trained(install)
-    before = report_of(trainer)
-    with torch.no_grad():
-        expected = call(trainer).clone()
-    with torch.inference_mode():
-        out = call(trainer)
-    assert torch.equal(out, expected)
-    assert eager_since(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
-
-
 def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
     """Bug: `extract_layer_indices` ended in an AttributeError."""
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -174,8 +156,7 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
             return out
 
         handle = trainer.chunk.decoder.register_forward_hook(keep)
-        with torch.no_grad():
-            call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
+        call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
         handle.remove()  # Megatron's rows have a history even here: the model would keep itself in memory
         seen.append(found)
     eager, graphed = seen
