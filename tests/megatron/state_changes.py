@@ -126,10 +126,6 @@ def fc2(trainer: Trainer) -> Any:
     return adapter(trainer).inner.linear_fc2
 
 
-def knobs(trainer: Trainer) -> Any:
-    return probe(trainer).knobs
-
-
 def sets(name: str, value: Any, owner: Callable[[Trainer], Any] = probe) -> Do:
     """Another value of an attribute."""
 
@@ -176,12 +172,6 @@ def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
         return out * 0.5, second
 
     return half
-
-
-def patches_forward(owner: Callable[[Trainer], Any]) -> Do:
-    return in_place(
-        lambda it: setattr(it, "forward", halved(it.forward)), lambda it: delattr(it, "forward"), owner
-    )
 
 
 def merges(trainer: Trainer) -> Undo:
@@ -290,7 +280,7 @@ STATES: dict[str, Do] = {
     "function": sets("function", halves),
     "tensor": lambda trainer: sets("vector", probe(trainer).vector * 0.5)(trainer),
     # Configurations.
-    "configuration of its own": sets("gain", 0.5, knobs),
+    "configuration of its own": sets("gain", 0.5, lambda trainer: probe(trainer).knobs),
     "another configuration": sets("knobs", Knobs(gain=0.5)),
     "Megatron's configuration": sets("probe_gain", 0.5, lambda trainer: probe(trainer).config),
     # Modes.
@@ -298,12 +288,14 @@ STATES: dict[str, Do] = {
     "mode of the model": evaluates(lambda trainer: trainer.chunk),
     # Forwards and classes.
     # Of the first one: behind the last one is a norm, to which half of everything is the same.
-    "forward of a layer": patches_forward(lambda trainer: trainer.chunk.decoder.layers[0]),
+    "forward of a layer": in_place(
+        lambda it: setattr(it, "forward", halved(it.forward)),
+        lambda it: delattr(it, "forward"),
+        lambda trainer: trainer.chunk.decoder.layers[0],
+    ),
     "forward of a class": on_class(Adapter, "forward", halved),
     "property of a class": on_class(Probe, "computed", lambda _before: property(lambda self: 0.5)),
-}
-# Of what lies behind an attribute: seen between steps alone.
-BEHIND: dict[str, Do] = {
+    # Of what lies behind an attribute: seen between steps alone.
     "list in place": in_place(lambda it: it.names.append("negated"), lambda it: it.names.remove("negated")),
 }
 MODULES: dict[str, Do] = {
@@ -332,7 +324,7 @@ IN_PLACE: dict[str, Do] = {
 _OTHERS, _MOVED = EagerReason.PARAMETERS_CHANGED, EagerReason.ADDRESS_MOVED
 _FOREIGN: dict[str, Any] = {"reason": EagerReason.FOREIGN_HOOK, "is_eager_back": True, "stays_eager": True}
 CHANGES: dict[str, Change] = {
-    **{name: Change(do=do) for name, do in (STATES | BEHIND).items()},
+    **{name: Change(do=do) for name, do in STATES.items()},
     **{name: Change(do=do, reason=_OTHERS, is_eager_back=True) for name, do in MODULES.items()},
     **{name: Change(do=do, **_FOREIGN) for name, do in HOOKS.items()},
     **{name: Change(do=do, matters=False, **_FOREIGN) for name, do in BACKWARD_HOOKS.items()},
