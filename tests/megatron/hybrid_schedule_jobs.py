@@ -6,7 +6,7 @@ micro-batches, and some of them share theirs. What surrounds it is the release's
 of its data loader, and the function that cuts a document to a rank's rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,7 +16,6 @@ import torch
 from megatron.core import parallel_state, utils
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 from megatron.core.packed_seq_params import PackedSeqParams
-from mla_rig import MlaTrainer
 from schedule_jobs import alone, device, documents_of, how_far, summed
 from streams import make_groups
 from torch import Tensor, distributed
@@ -128,7 +127,6 @@ def train(
     lengths: list[list[list[int]]],  # of documents, by step and rank of data parallelism
     cp_sizes: tuple[int, ...],  # by how many ranks the plugin lets packs be shared
     static: int = 1,  # the model's own context-parallel size
-    mla: str | None = None,  # of `mla_rig.KINDS`, for multi-latent attention
     ddp: dict[str, Any] | None = None,  # further fields of the config of Megatron's DDP
     plugin: dict[str, Any] | None = None,  # its capacities; by default one, of a document
     **options: Any,  # further ones of Megatron's config
@@ -143,9 +141,7 @@ def train(
         "context_parallel_size": static,
         **options,
     }
-    make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
-    if mla is not None:
-        make = partial(MlaTrainer, kind=mla, config=config, ddp=ddp)
+    make = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
     documents = documents_of(lengths)
     is_whole = tensor_parallel == static == 1
     expected = alone(make().chunk, [each for own in documents[0] for each in own] if is_whole else [])

@@ -9,7 +9,6 @@ are such a cycle, too. With a model its process groups stay, whose threads take 
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import objgraph
@@ -38,8 +37,19 @@ def free_models() -> None:
 
     Gives back the memory of a GPU that they had, which other processes may need.
     """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
     forget_loss_scale()
-    _undo_all(gc.get_objects())
+    for found in gc.get_objects():
+        kind = type(found)  # isinstance() asks proxies for theirs, which some of them refuse
+        if issubclass(kind, MoETokenDispatcher):
+            drop_history(found)
+        elif issubclass(kind, TransformerLayer):
+            forget_calls([found])
+        elif issubclass(kind, DistributedDataParallel) and found.remove_forward_pre_hook_handles:
+            found.disable_forward_pre_hook(param_sync=False)
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -66,27 +76,3 @@ def models_in_memory() -> list[str]:
 def _path_to(found: object) -> str:
     path = objgraph.find_backref_chain(found, objgraph.is_proper_module, max_depth=30)
     return " -> ".join(getattr(it, "__name__", type(it).__name__) for it in path)
-
-
-def _undo_all(objects: list[object]) -> None:
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    undo: dict[type, Callable[[Any], None]] = {
-        MoETokenDispatcher: drop_history,
-        TransformerLayer: lambda layer: forget_calls([layer]),
-        DistributedDataParallel: _undo_hooks,
-    }
-    of_type: dict[type, list[Callable[[Any], None]]] = {}
-    for found in objects:
-        kind = type(found)  # isinstance() asks proxies for theirs, which some of them refuse
-        if kind not in of_type:
-            of_type[kind] = [how for base, how in undo.items() if issubclass(kind, base)]
-        for how in of_type[kind]:
-            how(found)
-
-
-def _undo_hooks(model: Any) -> None:
-    if model.remove_forward_pre_hook_handles:
-        model.disable_forward_pre_hook(param_sync=False)

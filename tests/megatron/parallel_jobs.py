@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +27,6 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.captures import Captures
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
-TAMPERED_STEP = 2
 PACKS = 2  # of each step that ranks train
 MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)  # lengths of a pack that fits no capacity
 
@@ -56,6 +56,7 @@ def steps_of(
 
 
 small_steps = partial(steps_of, packs=PACKS)
+model = partial(Trainer, OPTIONS)
 
 
 def steps_with_tails(count: int, **_: Any) -> list[list[rig.Micro]]:
@@ -101,11 +102,6 @@ def hook_second(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
 
 
-def model(**given: Any) -> Trainer:
-    """A plain one."""
-    return Trainer(OPTIONS, **given)
-
-
 def of_engine(**given: Any) -> Trainer:
     """A model whose layers are of Transformer Engine's modules."""
     return Trainer(OPTIONS, spec=rig.te_layer_spec(), **given)
@@ -124,6 +120,20 @@ def train_pair(
     rank = distributed.get_rank()
     steps = steps_of(num_steps, seed=rank if own_packs else 0, misfits=rank == misfits_on)
     return rig.compare_runs(steps, seeded(make), **options).report
+
+
+@contextlib.contextmanager
+def hearing(level: int) -> Iterator[list[str]]:
+    """What the plugin says in its log from a level on."""
+    said: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("megagraph")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    yield said
+    logger.setLevel(before)
+    logger.removeHandler(handler)
 
 
 # -- models with experts, each rank on packs of its own --------------------------------------------------
@@ -194,65 +204,49 @@ def _seals_less(bank: Bank, *args: Any) -> None:
 
 
 @contextlib.contextmanager
-def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
-    """Does `how` to rank 0 alone."""
+def _tamper(how: dict[int, str], trainer: Trainer, index: int) -> Iterator[None]:
+    """Does to rank 0 alone what `how` says of a step."""
     layer = trainer.chunk.decoder.layers[1]
-    if distributed.get_rank() != 0:
-        yield
-    elif how == "capture" and index == 0:
-        _fails_to_capture(layer)
-        yield
-    elif how == "hook" and index == 0:
-        layer.mlp.register_forward_hook(lambda *args: None)
-        yield
-    elif how == "address" and index == TAMPERED_STEP:
-        layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
-        yield
-    elif how == "state" and index == TAMPERED_STEP:
-        layer.mlp.note = "of nobody's"
-        yield
-        del layer.mlp.note
-    elif how == "precision" and index == TAMPERED_STEP:
-        torch.set_float32_matmul_precision("high")
-        yield
-        torch.set_float32_matmul_precision("highest")
-    elif how == "gradients" and index == TAMPERED_STEP:
-        offload = Offload()  # holds what takes the old place
-        offload.move_gradients(trainer.model)
-        yield
-    elif how == "hold" and index == 1:
-        # The step whose boundary captures.
-        with mock.patch.object(Captures, "is_idle", lambda captures: False):
-            yield
-    elif how == "sealed" and index == 1:
-        with mock.patch.object(Bank, "capture", _seals_less):
-            yield
-    elif how.endswith("skip") and index == TAMPERED_STEP:
-        with megagraph.disable_cuda_graphs_this_step():
-            yield
-    elif how.startswith("give up") and index == 0:
-        # Outside of any layer, so that the whole capture ends here.
-        capture.CapturePlan.warm_up = _fails  # type: ignore[method-assign]
-        yield
-    elif how == "group" and index == TAMPERED_STEP:
-        alone = distributed.new_group([0], backend="gloo", use_local_synchronization=True)
-        distributed.destroy_process_group(alone)
-        yield
-    elif how == "suspend" and index == TAMPERED_STEP:
-        megagraph.suspend()
-        yield
-        megagraph.resume()
-    else:
+    with contextlib.ExitStack() as around:
+        match how.get(index) if distributed.get_rank() == 0 else None:
+            case "capture":
+                _fails_to_capture(layer)
+            case "hook":
+                layer.mlp.register_forward_hook(lambda *args: None)
+            case "give up":  # outside of any layer, so that the whole capture ends here
+                mock.patch.object(capture.CapturePlan, "warm_up", _fails).start()
+            case "hold":
+                around.enter_context(mock.patch.object(Captures, "is_idle", lambda captures: False))
+            case "sealed":
+                around.enter_context(mock.patch.object(Bank, "capture", _seals_less))
+            case "address":
+                layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
+            case "gradients":
+                offload = Offload()  # holds what takes the old place
+                offload.move_gradients(trainer.model)
+            case "state":
+                layer.mlp.note = "of nobody's"
+                around.callback(delattr, layer.mlp, "note")
+            case "precision":
+                torch.set_float32_matmul_precision("high")
+                around.callback(torch.set_float32_matmul_precision, "highest")
+            case "skip":
+                around.enter_context(megagraph.disable_cuda_graphs_this_step())
+            case "suspend":
+                megagraph.suspend()
+                around.callback(megagraph.resume)
+            case "group":
+                alone = distributed.new_group([0], backend="gloo", use_local_synchronization=True)
+                distributed.destroy_process_group(alone)
         yield
 
 
-def disagree(*, how: str, **given: Any) -> dict[str, Any]:
-    """As `train_pair()`, which takes what else is given, while something happens to rank 0 alone."""
-    warm_up = capture.CapturePlan.warm_up
+def disagree(*, how: dict[int, str], **given: Any) -> dict[str, Any]:
+    """As `train_pair()`, which takes what else is given, while something happens to rank 0 alone in steps."""
     try:
         return train_pair(tamper=partial(_tamper, how), **given)
     finally:
-        capture.CapturePlan.warm_up = warm_up  # type: ignore[method-assign]
+        mock.patch.stopall()
 
 
 def cannot_capture(micros: Sequence[rig.Micro], config: dict[str, Any]) -> None:

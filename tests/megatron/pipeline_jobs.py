@@ -11,7 +11,7 @@ import megatron_rig as rig
 import moe_rig
 from context_jobs import OwnMicro, SharedMicro
 from megatron.core import parallel_state
-from parallel_jobs import ShardedSGD
+from parallel_jobs import ShardedSGD, hearing
 from same_bits import assert_same_bits
 from streams import makes_groups, seed_streams
 from torch import distributed
@@ -186,19 +186,7 @@ def train_pair(
 @makes_groups
 def speak(*, cut: Cut, report: str) -> list[str]:
     """Trains a few steps, and leaves a report. Returns what this rank says of its steps in the log."""
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    said: list[str] = []
-    lines, logger = Lines(), logging.getLogger("megagraph")
-    logger.addHandler(lines)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        train_pair(cut=cut, num_steps=2, evaluate_at=(), plugin={"log_interval": 2, "report": report})
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(level)
+    plugin = {"log_interval": 2, "report": report}
+    with hearing(logging.INFO) as said:
+        train_pair(cut=cut, num_steps=2, evaluate_at=(), plugin=plugin)
     return [line for line in said if "replayed" in line]

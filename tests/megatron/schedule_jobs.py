@@ -107,7 +107,6 @@ def train_scheduled(
     lengths: list[list[list[int]]],  # of documents, by step and rank
     cp_sizes: tuple[int, ...] = (1,),  # by how many ranks packs may be shared
     static: int = 1,  # the model's own context-parallel size
-    forced: int | None = None,  # all are shared by as many
     plugin: dict[str, Any] | None = None,  # further options of the plugin
     model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
     evaluates: bool = False,  # the first step's packs between steps, too, without adapters
@@ -123,7 +122,7 @@ def train_scheduled(
     groups = megagraph.context_groups(cp_sizes)
     limits = ScheduleLimits(
         ranks=groups.num_ranks,
-        cp_sizes=cp_sizes if forced is None else (forced,),
+        cp_sizes=cp_sizes,
         max_seqlen_per_dp_cp_rank=rig.CAPACITY.tokens,
         max_packed_seqs=rig.CAPACITY.num_seqs,
         alignment=options.get("tensor_model_parallel_size", 1),

@@ -263,7 +263,7 @@ def test_ranks_that_share_layers_are_cut_alike(world2: World, how: str) -> None:
     reports = world2.run(
         parallel_jobs.disagree,
         tensor_parallel=2,
-        how=how,
+        how={0: how},
         config={"tensor_model_parallel_size": 2},
         plugin={"cuda_graph_granularity": CHUNK},
     )

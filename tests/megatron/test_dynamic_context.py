@@ -2,14 +2,18 @@
 """Packs that each say by how many ranks they are shared: graphs of every size have the bits of eager."""
 
 import contextlib
+import copy
 import dataclasses
+import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import context_jobs
+import context_models
 import megatron_rig as rig
 import moe_rig
 import pytest
@@ -18,21 +22,24 @@ import torch
 from context_jobs import OwnMicro, eager_calls, losses_of, micros_of, new_trainer, warmed
 from context_models import EMPTY_DUMMY, MANY_KINDS, OF_ENGINE, ROUTERS
 from megatron.core import parallel_state
+from parallel_jobs import hearing
 from streams import make_groups
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from worlds import World, Worlds, on_ranks
 
 import megagraph
 from megagraph.decide.dispatch import PackForm, VariantKey
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron import seams
 from megagraph.megatron.graphs.changes import Changes
+from megagraph.megatron.parallel.context import ContextRanks
+from megagraph.megatron.parallel.groups import COLLECTIONS
 from megagraph.megatron.parallel.peers import Peers
 
 pytestmark = pytest.mark.megatron
 
 # Over the largest entry of each gradient: sums over rows in another order; in bfloat16 on a GPU.
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-5
-# Over the process groups of a GPU a hundred, as where ranks have one each.
-STEPS = 100 if torch.cuda.is_available() else 3
 SIZES = (1, 2, 4)
 KIND = VariantKey(None, PackForm(False, False, None), grad=True)
 # By step and rank. Documents that need four ranks, two, and one; and all three in one micro-batch.
@@ -45,11 +52,6 @@ LENGTHS = [
 # Of two ranks: documents for both in the first and the last step, one for each in the second.
 ON_TWO = [[[120, 7], [60]], [[60], [60]], [[9, 80], [30]]]
 ONE_THEN_TWO = [[[60], [60]], *[[[120, 7], [60]]] * 2]  # a document for each first
-
-
-def steps(count: int) -> list[list[list[int]]]:
-    """Documents of as many steps."""
-    return [LENGTHS[index % len(LENGTHS)] for index in range(count)]
 
 
 def check(runs: list[dict[str, Any]], *, warm_up_steps: int = 1) -> None:
@@ -70,23 +72,6 @@ def check(runs: list[dict[str, Any]], *, warm_up_steps: int = 1) -> None:
         assert replayed == sum(run["numbers"][warm_up_steps:]) + run["evaluated"], found
 
 
-@pytest.mark.parametrize("forced", [None, 2, 4])
-def test_every_size_forced_and_as_scheduled(world4: World, forced: int | None) -> None:
-    lengths = steps(STEPS) if forced is None else [[[30, 7], [20], [25, 3], [16]]] * STEPS
-    runs = world4.run(
-        schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=SIZES, forced=forced, evaluates=True
-    )
-    check(runs)
-    sizes = {size for run in runs for of_step in run["sizes"] for size in of_step}
-    assert sizes == ({*SIZES} if forced is None else {forced})
-    # In one step some ranks share a pack while others have one each.
-    assert forced is not None or any(
-        {run["sizes"][step][place] for run in runs} >= {1, 2}
-        for step in range(len(lengths))
-        for place in range(runs[0]["numbers"][step])
-    )
-
-
 Training = tuple[int, dict[str, Any]]  # of how many ranks
 
 
@@ -95,70 +80,53 @@ def two(**options: Any) -> Training:
 
 
 def four(**options: Any) -> Training:
-    return 4, {"lengths": steps(3), "cp_sizes": SIZES, **options}
+    return 4, {"lengths": LENGTHS[:3], "cp_sizes": SIZES, **options}
 
 
 def scoped(*scopes: str, **options: Any) -> Training:
     return two(plugin={"cuda_graph_modules": scopes}, **options)
 
 
-def beside_tensor_parallelism(sequence_parallel: bool) -> Training:
-    sizes: dict[str, Any] = {"tensor_parallel": 2, "tensor_model_parallel_size": 2, "cp_sizes": (1, 2)}
-    lengths = ON_TWO * (STEPS // 3)
-    return four(lengths=lengths, evaluates=True, sequence_parallel=sequence_parallel, **sizes)
-
-
 # Of experts: padded ones get rows that one process would give to others.
 OF_EXPERTS: dict[str, Any] = {"model": {"experts": True}, "has_reference": False}
-OF_PADDED = {**OF_EXPERTS, **moe_rig.CASES["drop and pad"]}
-OF_GROUPED: dict[str, Any] = {"model": {"experts": True, "grouped": True}, "has_reference": False}
 WITHOUT_LOSSES = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}
-LOSSES = {**MANY_KINDS, "plugin": ROUTERS, "has_reference": False}
-MLA: dict[str, Any] = {"model": {"mla": "plain, RoPE"}}
-ADAPTED: dict[str, Any] = {"lengths": ONE_THEN_TWO, "model": {"adapters": True}}
 TRAININGS: dict[str, Training] = {
-    **{
-        f"{kind}, beginning with packs of 2 and 4": four(
-            lengths=steps(4)[1:], model={"mla": kind}, evaluates=True
-        )
-        for kind in ("low rank, YaRN", "plain, RoPE")
-    },
+    "some ranks share a pack while others have their own": four(evaluates=True),
+    "MLA, beginning with packs of 2 and 4": four(lengths=LENGTHS[1:], model={"mla": "low rank, YaRN"}),
+    "a size of the model's own": four(cp_sizes=(1, 4), static=2),
     # As the config says who says how ranks share packs.
-    "heads exchanged": four(cp_comm_type="a2a", num_attention_heads=4),
-    "attention": scoped("attn"),
+    "heads exchanged": two(cp_comm_type="a2a"),
     "MLPs": scoped("mlp"),
     "halves": scoped("attn", "mlp"),
+    "attention of MLA": scoped("attn", model={"mla": "plain, RoPE"}),
     "attention beside experts": scoped("attn", **OF_EXPERTS),
-    "routers": scoped("moe_router", **OF_EXPERTS),
     "routers and what follows": scoped("attn", "moe_router", "moe_preprocess", **OF_EXPERTS),
-    "routers and what follows, padded": scoped("attn", "moe_router", "moe_preprocess", **OF_PADDED),
-    "experts, padded": scoped("attn", "moe", **OF_PADDED),
-    "whole layers of grouped experts": scoped(**OF_GROUPED),
-    "grouped experts": scoped("moe", **OF_GROUPED),
-    "MLA": scoped("attn", **MLA),
-    "MLPs beside MLA": scoped("mlp", **MLA),
-    "adapters that are off in evaluations of other sizes": two(evaluates=True, **ADAPTED),
-    "beside tensor parallelism": beside_tensor_parallelism(sequence_parallel=False),
-    "beside tensor parallelism that shares rows": beside_tensor_parallelism(sequence_parallel=True),
+    "experts, padded": scoped("attn", "moe", **OF_EXPERTS, **moe_rig.CASES["drop and pad"]),
+    "whole layers of grouped experts": two(model={"experts": True, "grouped": True}, has_reference=False),
+    "beside tensor parallelism": four(
+        lengths=ON_TWO,
+        cp_sizes=(1, 2),
+        tensor_parallel=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    ),
     "fewer keys than queries": two(num_query_groups=1),
-    **{
-        f"{kind}, fused RoPE": two(model={"mla": kind}, apply_rope_fusion=True, evaluates=True)
-        for kind in ("low rank, YaRN", "plain, YaRN")
-    },
-    "experts": four(model={"experts": True}, plugin=ROUTERS, evaluates=True, **WITHOUT_LOSSES),
-    **{
-        f"losses of routers, experts over {ranks} ranks": four(
-            model={"experts": True, "mla": "low rank, YaRN"}, expert_model_parallel_size=ranks, **LOSSES
-        )
-        for ranks in (2, 4)
-    },
+    "MLA, fused RoPE": two(model={"mla": "low rank, YaRN"}, apply_rope_fusion=True, evaluates=True),
+    "experts": two(model={"experts": True}, plugin=ROUTERS, evaluates=True, **WITHOUT_LOSSES),
+    "losses of routers": two(
+        model={"experts": True, "mla": "low rank, YaRN"},
+        plugin=ROUTERS,
+        has_reference=False,
+        expert_model_parallel_size=2,
+        **MANY_KINDS,
+    ),
     "a tail that is a document": two(plugin=EMPTY_DUMMY),
     # Without gradients, in training mode, between steps of another size.
     **{
         f"log-probabilities, {model}": two(
             lengths=ONE_THEN_TWO, model=model, evaluates=True, in_training=True
         )
-        for model in ({}, {"mla": "plain, RoPE"}, {"adapters": True})
+        for model in ({}, {"adapters": True})
     },
     **{
         f"Transformer Engine, {name}": two(
@@ -187,13 +155,10 @@ def test_bits(worlds: Worlds, name: str) -> None:
     # Modules of Transformer Engine are in another state after their first call.
     check(runs, warm_up_steps=2 if "Engine" in name else 1)
     assert {size for run in runs for of_step in run["sizes"] for size in of_step} == {*options["cp_sizes"]}
-    first = {size for run in runs for size in run["sizes"][0]}
-    assert "beginning" not in name or first == {2, 4}, "of which one process is asked"
-
-
-@pytest.mark.parametrize("cp_sizes", [(1, 2, 4), (1, 4)])
-def test_a_model_that_has_a_size_of_its_own(world4: World, cp_sizes: tuple[int, ...]) -> None:
-    check(world4.run(schedule_jobs.train_scheduled, lengths=steps(3), cp_sizes=cp_sizes, static=2))
+    of_steps = zip(*(run["sizes"] for run in runs), strict=True)
+    sizes = [[*zip(*of_ranks, strict=True)] for of_ranks in of_steps]
+    assert "beginning" not in name or {2, 4} == {size for at_once in sizes[0] for size in at_once}
+    assert "others" not in name or any({1, 2} <= {*at_once} for of_step in sizes for at_once in of_step)
 
 
 def test_capacities_are_learned_for_every_size(world2: World) -> None:
@@ -208,11 +173,10 @@ def test_capacities_are_learned_for_every_size(world2: World) -> None:
         assert run["report"]["failures"] == [] and run["report"]["replays"] > 0
 
 
-def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world4: World) -> None:
-    plugin = {"cuda_graph_max_packed_seqs": (2,)}
-    shared = [[120, 7], [60], [58], [1]]
-    lengths = [shared, [[20, 20, 20], [60], [60], [60]], shared]
-    runs = world4.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=SIZES, plugin=plugin)
+def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world2: World) -> None:
+    plugin, shared = {"cuda_graph_max_packed_seqs": (2,)}, [[120, 7], [60]]
+    lengths = [shared, [[20, 20, 20], [60]], shared]
+    runs = world2.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
     misfits = [run["report"]["eager"].get("TOO_MANY_SEQUENCES", 0) for run in runs]
     assert len(set(misfits)) > 1
     for run in runs:
@@ -220,14 +184,108 @@ def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world4: World
         assert set(run["report"]["eager"]) <= {"WARMING_UP", "TOO_MANY_SEQUENCES"}
 
 
+def drawn(count: int) -> list[list[list[int]]]:
+    """Lognormal documents of as many steps of two ranks; both kinds of sizes in the first step."""
+    generator = torch.Generator().manual_seed(11)
+    normal = torch.randn(count, 2, 3, generator=generator)
+    found: list[list[list[int]]] = torch.exp(3.0 + 0.9 * normal).int().clamp(1, 120).tolist()
+    return [[[120, 7], [20]], *found[1:]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", [False, pytest.param(True, marks=rig.needs_engine)])
+@pytest.mark.parametrize("kind", ["dense", "MLA experts"])
+def test_a_hundred_steps_of_drawn_documents(world2: World, kind: str, engine: bool) -> None:
+    """As Qwen's: norms of queries and keys, and fewer keys; as Moonlight's: multi-latent attention, experts.
+
+    Gradients of fewer keys, where two ranks share a pack, differ from call to call in the engine's attention,
+    which eager shows alone.
+    """
+    dense = {"model": {"engine": engine}, "qk_layernorm": True, **({} if engine else {"num_query_groups": 1})}
+    experts = {"mla": "low rank, YaRN", "experts": True, "engine": engine}
+    of_kind: dict[str, dict[str, Any]] = {
+        "dense": dense,
+        "MLA experts": {"model": experts, "plugin": ROUTERS, "expert_model_parallel_size": 2, **MANY_KINDS},
+    }
+    runs = world2.run(
+        schedule_jobs.train_scheduled,
+        lengths=drawn(100),
+        cp_sizes=(1, 2),
+        has_reference=False,
+        **of_kind[kind],
+    )
+    for run in runs:
+        report = run["report"]
+        assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+        found = report["verification"]
+        assert found["verified"] + found["unverified"] == run["num_sizes"]  # captured once
+        for size in ("1", "2"):
+            counts = report["cp_sizes"][size]
+            assert counts["replayed"] >= 0.95 * sum(counts.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherMicro(OwnMicro):
+    """One whose pack says something else."""
+
+    said: dict[str, Any]
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        for name, value in self.said.items():
+            setattr(params, name, value)
+        return params
+
+
 @on_ranks(2)
-def test_a_group_that_graphs_were_not_captured_with() -> None:
+def test_packs_that_no_graph_takes() -> None:
+    """Of a group that graphs were not captured with; outside of schedules, where ranks need not make as many
+    calls; without their group; and without a slot, which another rank that shares them may have."""
     trainer = new_trainer()
-    shared, _ = warmed(trainer)
+    shared, own = warmed(trainer)
     losses, before = losses_of(trainer, shared), rig.report_of(trainer)
     other = dataclasses.replace(shared, group=distributed.new_group([0, 1]))
     assert torch.equal(losses_of(trainer, other), losses)
     assert eager_calls(trainer, before) == {"CP_SIZE_NOT_CAPTURED": 1}
+
+    expected, before = losses_of(trainer, own), rig.report_of(trainer)
+    times = 2 + distributed.get_rank()
+    with torch.no_grad():
+        for _ in range(times):
+            given, _ = rig.forward(trainer.model, own, trainer.device)
+            mask = own.row_lists()[2].to(given.device)
+            assert torch.equal(given.float().view(-1).where(mask > 0, 0.0), expected)
+    assert eager_calls(trainer, before) == {"GROUP_DISAGREED": times}
+
+    for size in (4, 2):
+        nobodys = OtherMicro(**vars(shared), said={"local_cp_size": size, "cp_group": None})
+        with pytest.raises(ValueError, match=f"expected a cp_group of local_cp_size {size}, got none"):
+            rig.forward(trainer.model, nobodys, trainer.device)
+
+    def twice(data: Any, model: Any) -> Any:
+        micro = next(data)
+        first = rig.forward(model, micro, trainer.device)  # whose backward is still to come
+        return rig.forward(model, micro, trainer.device), first
+
+    trainer.zero_grad()
+    with pytest.raises(RuntimeError, match="no slot is free for a pack that 2 ranks share"):
+        rig.run_schedule(trainer.model, twice, [shared], 1)
+
+
+@on_ranks(2)
+def test_graphs_go_before_their_groups_and_come_again_with_others() -> None:
+    """Bug: packs of ranks whose groups had been destroyed and made again ran eager for ever."""
+    trainer = new_trainer()
+    warmed(trainer)
+    before = rig.report_of(trainer)
+    make_groups()
+    shared, _ = warmed(trainer)
+    after = rig.report_of(trainer)
+    assert after["replays"] > before["replays"] and after["failures"] == []
+    assert "CP_SIZE_NOT_CAPTURED" not in after["eager"]
+    assert after["graphs"] == 2 * 2 * 2  # sizes, layers, both ways
+    distributed.destroy_process_group(shared.group)
+    assert rig.report_of(trainer)["graphs"] == 0
 
 
 @on_ranks(4)
@@ -240,53 +298,20 @@ def test_groups_of_a_size_are_the_same_whatever_is_asked_for_with_it() -> None:
     assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
 
 
-@on_ranks(2)
-def test_groups_that_are_made_anew() -> None:
-    """Bug: packs of ranks whose groups had been destroyed and made again ran eager for ever."""
-    trainer = new_trainer()
-    warmed(trainer)
-    before = rig.report_of(trainer)
-    make_groups()
-    warmed(trainer)
-    after = rig.report_of(trainer)
-    assert after["replays"] > before["replays"] and after["failures"] == []
-    assert "CP_SIZE_NOT_CAPTURED" not in after["eager"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LongMicro(OwnMicro):
-    """One whose pack says that a document may have all of its rows."""
-
-    def params(self, device: torch.device) -> Any:
-        params = super().params(device)
-        params.max_seqlen_q = params.max_seqlen_kv = self.physical
-        return params
-
-
 @on_ranks(4)
 def test_ranks_capture_what_others_have_met_before_they_run_any_themselves() -> None:
     """Bug: ranks whose own packs no graph took raised, and the others waited for them for ever."""
     trainer = new_trainer()
     shared, own = micros_of(megagraph.context_groups((1, 2)).of_size(2))
     is_sharing = distributed.get_rank() < 2
-    micro = LongMicro(**vars(shared)) if is_sharing else own
+    # Says that a document may have all of its rows.
+    said = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shared.physical)
+    micro = OtherMicro(**vars(shared), said=said) if is_sharing else own
     for _ in range(context_jobs.STEPS):
         rig.step(trainer, [micro])
     report = rig.report_of(trainer)
     assert set(report["eager"]) == {"SIGNATURE_CHANGED" if is_sharing else "WARMING_UP"}
     assert (report["replays"] == 0) == is_sharing
-
-
-@contextlib.contextmanager
-def hearing() -> Iterator[list[str]]:
-    """Warnings of the plugin."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megagraph")
-    logger.addHandler(handler)
-    yield said
-    logger.removeHandler(handler)
 
 
 def due_on_all(peers: Peers) -> Callable[..., set[VariantKey]]:
@@ -295,35 +320,32 @@ def due_on_all(peers: Peers) -> Callable[..., set[VariantKey]]:
 
 
 @on_ranks(2)
-def test_a_rank_that_waits_long_for_another_one_says_so_once() -> None:
+def test_what_is_due_on_one_rank_waits_for_the_others() -> None:
+    """One that waits long says so once. One without main gradients keeps back what records them alone."""
     rank, peers = distributed.get_rank(), Peers(new_trainer().chunk, (1, 2))
     for due in ({KIND}, set()):
         of_all = due_on_all(peers)
-        with hearing() as said:
+        with hearing(logging.WARNING) as said:
             for _ in range(50):
                 assert not of_all(due, can_capture=rank == 0, has_gradients=True)
         assert len(said) == (rank == 0 and len(due))
         waits = "a capture has waited for 20 steps: rank 1 of those that may share packs"
         assert all(waits in sentence for sentence in said)
+    due = {KIND, KIND.replace(grad=False)}
+    found = due_on_all(peers)(due, can_capture=True, has_gradients=rank == 0)
+    assert sorted((kind.grad, kind.cp_size) for kind in found) == [(False, 1), (False, 2)]
 
 
 @on_ranks(2)
 def test_losses_that_are_not_per_token_are_a_warning() -> None:
     for is_per_token in (True, False):
         model = new_trainer(calculate_per_token_loss=is_per_token).chunk
-        with hearing() as said:
+        with hearing(logging.WARNING) as said:
             Peers(model, (1, 2))
         assert ["calculate_per_token_loss=False" in sentence for sentence in said] == [True] * (
             not is_per_token
         )
         megagraph.uninstall()
-
-
-@on_ranks(2)
-def test_a_rank_without_main_gradients_keeps_back_what_records_them_alone() -> None:
-    peers, due = Peers(new_trainer().chunk, (1, 2)), {KIND, KIND.replace(grad=False)}
-    found = due_on_all(peers)(due, can_capture=True, has_gradients=distributed.get_rank() == 0)
-    assert sorted((kind.grad, kind.cp_size) for kind in found) == [(False, 1), (False, 2)]
 
 
 @on_ranks(2)
@@ -385,59 +407,6 @@ def test_owners_of_ranks_that_are_no_objects_of_megatrons() -> None:
     assert seen == [2, 1] and spaced.config.context_parallel_size == 1
 
 
-@on_ranks(2)
-def test_calls_outside_of_schedules_run_eager() -> None:
-    """Ranks need not make as many."""
-    trainer = new_trainer()
-    _, own = warmed(trainer)
-    expected, before = losses_of(trainer, own), rig.report_of(trainer)
-    times = 2 + distributed.get_rank()
-    with torch.no_grad():
-        for _ in range(times):
-            losses, _ = rig.forward(trainer.model, own, trainer.device)
-            mask = own.row_lists()[2].to(losses.device)
-            assert torch.equal(losses.float().view(-1).where(mask > 0, 0.0), expected)
-    assert eager_calls(trainer, before) == {"GROUP_DISAGREED": times}
-
-
-@on_ranks(2)
-def test_a_pack_without_a_slot_is_an_error() -> None:
-    """Another rank that shares it may have one."""
-    trainer = new_trainer()
-    shared, _ = warmed(trainer)
-
-    def twice(data: Any, model: Any) -> Any:
-        micro = next(data)
-        first = rig.forward(model, micro, trainer.device)  # whose backward is still to come
-        return rig.forward(model, micro, trainer.device), first
-
-    trainer.zero_grad()
-    with pytest.raises(RuntimeError, match="no slot is free for a pack that 2 ranks share"):
-        rig.run_schedule(trainer.model, twice, [shared], 1)
-
-
-@on_ranks(2)
-def test_graphs_go_before_their_groups() -> None:
-    trainer = new_trainer()
-    shared, _ = warmed(trainer)
-    assert rig.report_of(trainer)["graphs"] == 2 * 2 * 2  # sizes, layers, both ways
-    distributed.destroy_process_group(shared.group)
-    assert rig.report_of(trainer)["graphs"] == 0
-
-
-@on_ranks(2)
-def test_a_pack_without_its_group_is_an_error() -> None:
-    trainer = new_trainer()
-    shared, _ = warmed(trainer)
-    tokens, labels, _, positions = (rows.to(trainer.device)[None] for rows in shared.row_lists())
-    given = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "labels": labels}
-    for size in (4, 2):
-        params = shared.params(trainer.device)
-        params.local_cp_size, params.cp_group = size, None
-        with pytest.raises(ValueError, match=f"expected a cp_group of local_cp_size {size}, got none"):
-            trainer.model(packed_seq_params=params, **given)
-
-
 EQUAL_ROWS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
 
 
@@ -463,3 +432,132 @@ def test_what_cannot_see_its_ranks_is_an_error(
     message = "cp_sizes: expected a model that can run packs of several.*" + name
     with pytest.raises(ValueError, match=message):
         rig.step(trainer, micros_of(megagraph.context_groups((1, 2)).of_size(2)))
+
+
+# -- what a model sees of the ranks -----------------------------------------------------------------
+
+WITHOUT_UPDATES = {**MANY_KINDS, "moe_router_bias_update_rate": 0.0}
+
+
+@pytest.mark.parametrize("model", [{}, {"mla": "low rank, YaRN"}], ids=str)
+@on_ranks(2)
+def test_tables_that_megatron_drops(model: dict[str, Any]) -> None:
+    """Its caches are few, and another model asks for tables that are longer, between two replays."""
+    context_jobs.install()
+    make = partial(context_models.trainer, config={"calculate_per_token_loss": True}, **model)
+    pair, other = rig.Pair(make), make()
+    micros = micros_of(megagraph.context_groups((1, 2)).of_size(2))
+    rubbish: list[Tensor] = []
+    pair.step(*micros, times=2)
+    for index in range(2):
+        rig.evaluate(other, [rig.Micro(lengths=(65 + 40 * index + more,)) for more in range(40)])
+        gc.collect()
+        rubbish += [torch.full((64, 64), float("nan"), device=other.device) for _ in range(64)]
+        pair.step(*micros)
+    _, report, _ = megagraph.reports()
+    assert set(report["eager"]) == {"WARMING_UP"}
+
+
+@on_ranks(4)
+def test_the_largest_groups_come_first() -> None:
+    """On every rank alike: communicators of several sizes could wait for each other."""
+    sizes, used, captured = (1, 2, 4), [], []
+    trainer, groups = new_trainer(cp_sizes=sizes), megagraph.context_groups(sizes)
+    reduce, show = distributed.all_reduce, ContextRanks.showing_size
+
+    def note_use(tensor: Tensor, *, group: Any) -> None:
+        used.append(group.size())
+        reduce(tensor, group=group)
+
+    def note_capture(ranks: ContextRanks, cp_size: int) -> Any:
+        captured.append(cp_size)
+        return show(ranks, cp_size)
+
+    with mock.patch.object(distributed, "all_reduce", note_use):
+        groups.warm_up(trainer.device)
+    with mock.patch.object(ContextRanks, "showing_size", note_capture):
+        for _ in range(context_jobs.STEPS):
+            rig.step(trainer, micros_of(groups.of_size(2)))
+    assert rig.report_of(trainer)["replays"] > 0
+    assert used == [4, 2]
+    # Prepared, warmed up and captured; verified after that, in sizes that every rank has met.
+    assert captured[:9] == [4, 2, 1] * 3
+
+
+@on_ranks(2)
+def test_modules_that_change_between_steps_are_followed() -> None:
+    """One that is replaced then sees the ranks of a pack; what would not see them is an error."""
+    trainer = new_trainer()
+    micros, seen = warmed(trainer), []
+    attention: Any = trainer.chunk.decoder.layers[0].self_attention
+    attention.core_attention = copy.deepcopy(attention.core_attention)
+    hook = trainer.chunk.output_layer.register_forward_hook(
+        lambda *_: seen.append(attention.core_attention.cp_group)
+    )
+    rig.step(trainer, micros)
+    hook.remove()
+    assert seen == [micros[0].group, None]
+    trainer.chunk.config.recompute_granularity = "selective"
+    with pytest.raises(ValueError, match="recompute_granularity='selective'"):
+        rig.step(trainer, micros)
+
+
+PLACES = ("cp_group", "tp_cp_group", "cp_global_ranks", "cp_stream")  # of modules
+
+
+def sees(trainer: Trainer) -> dict[tuple[str, str], Any]:
+    """What modules and metrics of routers find where they look for their ranks."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, module in trainer.chunk.named_modules():
+        values = vars(module)
+        own = {of: values[of] for of in PLACES if of in values}
+        groups = {of: values[of].cp for of in COLLECTIONS if values.get(of) is not None}
+        size = {"size": values["config"].context_parallel_size} if "config" in values else {}
+        found |= {(name, of): value for of, value in {**own, **groups, **size}.items()}
+    records = seams.moe_records()
+    return found | {(name, "metric"): record.get("reduce_group") for name, record in records.items()}
+
+
+@on_ranks(4)
+@moe_rig.experts_on_cpu()
+def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() -> None:
+    """Bug: where packs may name the model's own ranks, graphs added up losses over others than eager.
+
+    On a GPU; without one a replay looks for them anew.
+    """
+    context_jobs.start(2, 2)
+    parallel = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    trainer = new_trainer(model={"experts": True}, cp_sizes=(2,), **parallel)
+    peers, before = Peers(trainer.chunk, (2,)), sees(trainer)
+    assert peers.context.of_size(2) is not peers.context.own_group()
+    with peers.context.showing_size(2):
+        assert sees(trainer) == before
+
+
+@pytest.mark.parametrize(
+    "model, config",
+    [({}, {}), ({"mla": "plain, RoPE", "experts": True}, WITHOUT_UPDATES)],
+    ids=["dense", "MLA experts"],
+)
+@on_ranks(2)
+@moe_rig.experts_on_cpu()
+def test_an_error_leaves_every_module_as_it_was(model: dict[str, Any], config: dict[str, Any]) -> None:
+    """In a layer or behind them, while a model sees two ranks."""
+    rig.forget_metrics()
+    trainer = new_trainer(model=model, **config)
+    shared, _ = warmed(trainer)
+    expected, before = losses_of(trainer, shared), sees(trainer)
+    seen: list[dict[tuple[str, str], Any]] = []
+
+    def look_and_fail(*_args: Any) -> None:
+        seen.append(sees(trainer))
+        raise ArithmeticError("on purpose")
+
+    for failing in (trainer.chunk.decoder.layers[1].mlp, trainer.chunk.output_layer):
+        hook = failing.register_forward_hook(look_and_fail)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            losses_of(trainer, shared)
+        hook.remove()
+        assert any(value is not before[place] for place, value in seen.pop().items())
+        assert sees(trainer) == before
+        assert torch.equal(losses_of(trainer, shared), expected)

@@ -1,24 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs end, however they end: NCCL waits for ever for a communicator that a living graph holds."""
+"""Jobs under torchrun: one rank speaks, the others keep to warnings; and they end, however they end.
 
+NCCL waits for ever for a communicator that a living graph holds. As a program this is a rank of such a job.
+"""
+
+import io
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import context_jobs
+import megatron_rig as rig
 import pytest
-from megatron_rig import ON_GPU
-from torchrun import run_two_ranks
+import torch
+import worlds
+from run_scripts import TRAINING
+from streams import make_groups
+from torch import distributed
 
-HERE = Path(__file__).parent
+import megagraph
+from megagraph import cli
+from megagraph.demo.cpu import megatron_on_cpu
+from megagraph.report import read_report
+
+SECONDS = 240  # imports of all ranks
+COMMAND = "run"
 WAYS = ("released", "destroyed", "forgotten", "raised")
-# Whether it ends is a matter of chance on a GPU only, where each way has jobs of its own, of twenty seconds.
-TIMES = [0, *(pytest.param(time, marks=pytest.mark.soak) for time in (1, 2, 3, 4))]
+# On a GPU whether it ends is a matter of chance, so that each way has jobs of its own, of twenty seconds.
+needs_two = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs or none")
+ON_GPU = [
+    pytest.param([COMMAND], marks=needs_two),
+    *([way] for way in WAYS),
+    *(pytest.param([way], marks=pytest.mark.soak) for way in WAYS for _ in range(4)),
+]
+# Documents of 16 tokens on rank 0 and of 15 on rank 1, four to a pack: each learns a capacity of its own.
+SCRIPT = TRAINING.replace("n % 20 + 5", "16 - int(os.environ['RANK'])").replace(
+    "import sys", "import os, sys"
+)
+END = "from megagraph.log import log; log.info('one line'); log.warning('a warning')"
 
 
-@pytest.mark.parametrize("time", TIMES if ON_GPU else [0])
-@pytest.mark.parametrize("ways", [[way] for way in WAYS] if ON_GPU else [WAYS], ids="-".join)
-def test_a_job_ends(ways: Sequence[str], time: int) -> None:
-    paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    job = run_two_ranks(str(HERE / "end_of_job.py"), *ways, PYTHONPATH=os.pathsep.join(paths))
-    assert (job.returncode != 0) == ("on purpose" in job.log) == ("raised" in ways), job.log
-    assert job.out.count("has ended") == 2 * len({*ways} - {"raised"})
+@pytest.mark.ranks
+@pytest.mark.parametrize("ways", ON_GPU if rig.ON_GPU else [(COMMAND, *WAYS)], ids="-".join)
+def test_a_job_of_two_ranks(ways: Sequence[str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    code, out, log = run_two_ranks(tmp_path, ways)
+    assert (code != 0) == ("on purpose" in log) == ("raised" in ways), log
+    assert out.count("has ended") == 2 * len({*ways} - {"raised"})
+    if COMMAND in ways:
+        (model,) = read_report(tmp_path / "report.json")
+        assert model["replays"] == 2 * 2
+
+
+def run_two_ranks(folder: Path, ways: Sequence[str]) -> tuple[int, str, str]:
+    """The exit code of torchrun, and what its ranks wrote to stdout and stderr."""
+    here = Path(__file__)
+    paths = [str(here.parent), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen(
+        [*torchrun, __file__, str(folder), *ways],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        try:
+            out, log = job.communicate(timeout=SECONDS * worlds.patience())
+        except subprocess.TimeoutExpired:
+            job.terminate()  # torchrun then ends its ranks; it could not if it were killed
+            raise
+    return job.returncode, out, log
+
+
+def run_command(folder: Path) -> None:
+    """Every rank printed the table, the log and its own advice on capacities, without its number."""
+    options = {"MEGAGRAPH_REPORT": str(folder / "report.json"), "MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS": "1"}
+    rank, out, err = int(os.environ["RANK"]), io.StringIO(), io.StringIO()
+    with mock.patch.dict(os.environ, options), redirect_stdout(out), redirect_stderr(err):
+        assert cli.main(["run", str(folder / "script.py"), "3", END]) == 0
+    assert out.getvalue().count("loss") == 3  # both trained
+    once = "layer calls", "installed in megatron-core", "learned from", "captured 4 graphs", "one line"
+    assert [err.getvalue().count(words) for words in once] == [1 - rank] * len(once), err.getvalue()
+    said = [line for line in err.getvalue().splitlines() if "a warning" in line]
+    assert said == [f"megagraph: {'[rank 1] ' * rank}a warning"]
+
+
+def fail(*_args: Any) -> None:
+    """A hook."""
+    raise RuntimeError("on purpose")
+
+
+def train_and_end(way: str) -> None:
+    """Ends a job whose graphs hold communicators of several sizes."""
+    trainer = context_jobs.new_trainer()
+    micros = context_jobs.warmed(trainer)
+    assert rig.report_of(trainer)["replays"] > 0
+    if way == "raised":
+        trainer.chunk.output_layer.register_forward_hook(fail)
+        rig.step(trainer, micros)
+    if way == "released":
+        megagraph.uninstall()
+    if way != "forgotten":
+        distributed.destroy_process_group()
+
+
+def main(folder: Path, way: str) -> None:
+    """Makes a rank of this process, which trains and ends."""
+    if way == COMMAND:
+        run_command(folder)
+        return
+    megagraph.uninstall()  # of the way before
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rig.ON_GPU:
+        worlds.take_gpu(rank, size)
+    if not distributed.is_initialized():
+        # torchrun's, in which each job after another has names of its own.
+        store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size)
+        names = distributed.PrefixStore(way, store)
+        backend = "nccl" if rig.ON_GPU else "gloo"
+        distributed.init_process_group(backend, store=names, rank=rank, world_size=size)
+    with megatron_on_cpu():
+        make_groups()
+        train_and_end(way)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[2:]:
+        main(Path(sys.argv[1]), each)
+        print("has ended", flush=True)

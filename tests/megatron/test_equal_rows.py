@@ -12,8 +12,7 @@ import parallel_jobs
 import pytest
 import torch
 from host_rig import OwnModel
-from megatron.core.models.gpt import GPTModel
-from megatron_rig import Micro, Pair, evaluate, forget_metrics, forward, graph_config, step
+from megatron_rig import Micro, Pair, evaluate, forget_metrics, forward, graph_config, step, the_plugin
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, seeded
@@ -27,7 +26,6 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs import dispatcher
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel import peers
-from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.megatron
 
@@ -75,12 +73,9 @@ def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(
-    ("case", "scopes"),
-    [
-        *((case, SCOPES) for case in CASES),
-        pytest.param("drop and pad", (*SCOPES, "moe_preprocess"), marks=pytest.mark.both),
-    ],
+    ("case", "scopes"), [("allgather", SCOPES), ("drop and pad", (*SCOPES, "moe_preprocess"))]
 )
 @on_ranks(2)
 def test_ranks_with_packs_of_their_own_ask_each_other_nothing(case: str, scopes: tuple[str, ...]) -> None:
@@ -91,12 +86,11 @@ def test_ranks_with_packs_of_their_own_ask_each_other_nothing(case: str, scopes:
     assert report["replays"] == 4 * 3 * SITES - sum(misfits.values())
 
 
-@pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
-def test_capacities_that_are_learned_are_those_of_all(case: str) -> None:
+def test_capacities_that_are_learned_are_those_of_all() -> None:
     """Ranks ask each other at one step boundary, in each of two runs."""
     learning = {"steps_of": to_learn_from, "plugin": {"capacities": ()}}
-    report = train(times_asked=2, **learning, **CASES[case])
+    report = train(times_asked=2, **learning, **CASES["drop and pad"])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * SITES}
     everywhere: list[Any] = [None, None]
     distributed.all_gather_object(everywhere, report["capacities"])
@@ -112,15 +106,14 @@ def test_whole_layers_of_padded_experts_stay_eager_by_name() -> None:
     assert report["eager"] == {"WARMING_UP": 3 * SITES, "SCOPE_UNSUPPORTED": 3 * 3}
 
 
-@pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
-def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others(case: str) -> None:
+def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
     """For one step; both evaluate between steps."""
     rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
     make_groups(**sizes)
     megagraph.install(graph_config(capacities=(FEW, MANY), cuda_graph_modules=("attn", "moe_router")))
-    pair = Pair(seeded(partial(ExpertTrainer, "E-", **sizes, **CASES[case])))
+    pair = Pair(seeded(partial(ExpertTrainer, "E-", **sizes, **CASES["allgather"])))
 
     def train(trainer: ExpertTrainer) -> list[Any]:
         forget_metrics()
@@ -157,67 +150,48 @@ def make(
         yield with_capacities
 
 
-@pytest.mark.parametrize(
-    ("lengths", "capacity", "reason"),
-    [
-        ((9, 4), FEW, None),
-        ((3,) * 4, MANY, None),
-        ((3,) * 7, Capacity(tokens=64, num_seqs=7, max_seqlen=64), EagerReason.TOO_MANY_SEQUENCES),
-        ((50, 2), Capacity(tokens=64, num_seqs=2, max_seqlen=64), EagerReason.SEQUENCE_TOO_LONG),
-        ((50, *(2,) * 6), Capacity(tokens=64, num_seqs=7, max_seqlen=64), EagerReason.TOO_MANY_SEQUENCES),
-    ],
-    ids=str,
-)
-def test_every_pack_has_as_many_rows(
-    make: Callable[..., ExpertTrainer],
-    lengths: tuple[int, ...],
-    capacity: Capacity,
-    reason: EagerReason | None,
-) -> None:
+def test_every_pack_has_as_many_rows(make: Callable[..., ExpertTrainer]) -> None:
     trainer = make(FEW, MANY)
-    plugin = installed_plugin()
-    assert plugin is not None
     for _ in range(2):
         step(trainer, [Micro(lengths=(9,))])
-    graphs, micro = plugin.graphs_of_model(trainer.chunk), Micro(lengths=lengths)
-    params = micro.params(trainer.device)
-    batch = graphs.dispatcher.enter(params, micro.physical, None, True, False, True, True)
-    assert isinstance(batch, MicroBatch) and (batch.capacity, batch.reason) == (capacity, reason)
-
-
-def _other_arguments(name: str) -> Callable[[Any, Any, dict[str, Any]], Any]:
-    """A hook that hands a block what the model has not made."""
-
-    def hook(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        hidden = kwargs["hidden_states"]
-        rows, device = hidden.size(0), hidden.device
-        others = {
-            "rotary_pos_emb": torch.ones(rows, 1, 1, kwargs["rotary_pos_emb"].size(-1), device=device),
-            "padding_mask": torch.zeros(1, rows, device=device),
-        }
-        return args, {**kwargs, name: others[name]}
-
-    return hook
+    many, few = (Capacity(tokens=64, num_seqs=number, max_seqlen=64) for number in (7, 2))
+    graphs = the_plugin().graphs_of_model(trainer.chunk)
+    for lengths, capacity, reason in (
+        ((9, 4), FEW, None),
+        ((3,) * 4, MANY, None),
+        ((3,) * 7, many, EagerReason.TOO_MANY_SEQUENCES),
+        ((50, 2), few, EagerReason.SEQUENCE_TOO_LONG),
+        ((50, *(2,) * 6), many, EagerReason.TOO_MANY_SEQUENCES),
+    ):
+        micro = Micro(lengths=lengths)
+        params = micro.params(trainer.device)
+        batch = graphs.dispatcher.enter(params, micro.physical, None, True, False, True, True)
+        assert isinstance(batch, MicroBatch) and (batch.capacity, batch.reason) == (capacity, reason), lengths
 
 
 ROUTES = ("no pack", "block arguments", "padding mask", "inference mode", "mask inside", "table inside")
 
 
 def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
-    """Calls a model so that no graph can take it."""
+    """Calls a model so that no graph can take it, or hands its block what it has not made."""
+    no_mask = torch.zeros(1, micro.physical, device=trainer.device)
     changes: dict[str, dict[str, Any]] = {
         "no pack": {"packed_seq_params": None},
         "block arguments": {"extra_block_kwargs": {}},
-        "padding mask": {"padding_mask": torch.zeros(1, micro.physical, device=trainer.device)},
+        "padding mask": {"padding_mask": no_mask},
     }
 
     def model(**kwargs: Any) -> Any:
         return trainer.model(**{**kwargs, **changes.get(route, {})})
 
-    inside = {"mask inside": "padding_mask", "table inside": "rotary_pos_emb"}
-    if route in inside:
-        hook = _other_arguments(inside[route])
-        trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    def inside(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        rows, dim = kwargs["hidden_states"].size(0), kwargs["rotary_pos_emb"].size(-1)
+        if route == "mask inside":
+            return args, {**kwargs, "padding_mask": no_mask.new_zeros(1, rows)}
+        return args, {**kwargs, "rotary_pos_emb": no_mask.new_ones(rows, 1, 1, dim)}
+
+    if route.endswith("inside"):
+        trainer.chunk.decoder.register_forward_pre_hook(inside, with_kwargs=True)
     with torch.inference_mode(route == "inference mode"):
         forward(model, micro, trainer.device)
 
@@ -250,21 +224,10 @@ def test_capacities_of_several_rows_are_an_error(make: Callable[..., ExpertTrain
         step(trainer, [Micro(lengths=(9,))])
 
 
-class CallingModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
-    """Has a forward of its own around Megatron's."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's arguments."""
-        return super().forward(*args, **kwargs)
-
-
-@pytest.mark.parametrize("own", [OwnModel, CallingModel])
-def test_a_forward_that_overrides_megatrons_is_refused(
-    make: Callable[..., ExpertTrainer], own: type[Any]
-) -> None:
+def test_a_forward_that_overrides_megatrons_is_refused(make: Callable[..., ExpertTrainer]) -> None:
     """Each of its calls may reach Megatron's forward or not, whatever other ranks do."""
     trainer = make(FEW)
-    trainer.chunk.__class__ = own
+    trainer.chunk.__class__ = OwnModel
     for _ in range(3):
         step(trainer, [Micro(lengths=(28, 20))])
     (report,) = megagraph.reports()

@@ -52,21 +52,19 @@ def of_each_rank() -> Any:
     return [distributed.new_group([rank]) for rank in range(2)][distributed.get_rank()]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "names"),
-    [
+@on_ranks(2)
+def test_ranks_that_share_a_pack_run_the_same_one() -> None:
+    of_sizes: list[tuple[dict[str, int], list[str]]] = [
         ({}, []),
         ({"expert_model_parallel_size": 2}, []),
         ({"tensor_model_parallel_size": 2}, ["tp", "tp_cp"]),
         ({"context_parallel_size": 2}, ["cp", "tp_cp"]),
-    ],
-)
-@on_ranks(2)
-def test_ranks_that_share_a_pack_run_the_same_one(sizes: dict[str, int], names: list[str]) -> None:
-    make_groups(**sizes)
-    model = Model()
-    assert [*groups_of_pack(model)] == names
-    assert sorted(Peers(model).same_pack()) == ([0, 1] if names else [])
+    ]
+    for sizes, names in of_sizes:
+        make_groups(**sizes)
+        model = Model()
+        assert [*groups_of_pack(model)] == names
+        assert sorted(Peers(model).same_pack()) == ([0, 1] if names else [])
 
 
 def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> None:
@@ -162,57 +160,40 @@ def holds(chunk: Any, how: str, group: Any) -> None:
         averaging(mlp, group)
 
 
-def compared(
-    make: rig.Make, change: Callable[..., None] = lambda trainer: None, **given: Any
-) -> dict[str, Any]:
+def compared(make: rig.Make, change: Callable[..., None], at: int, **given: Any) -> dict[str, Any]:
     """The report of a graphed training that equals an eager one; `change` comes before a step of both."""
 
     def around(trainer: Trainer, index: int) -> AbstractContextManager[None]:
-        if index == COMES_AT:
+        if index == at:
             change(trainer)
         return nullcontext()
 
     return parallel_jobs.train_pair(make=make, num_steps=STEPS, around=around, **given)
 
 
-def group_of_experts() -> Any:
-    """Megatron's, over both ranks; each trains on packs of its own."""
-    make_groups(expert_model_parallel_size=2)
-    return ProcessGroupCollection.use_mpu_process_groups().ep
-
-
-@pytest.mark.parametrize("how", ["attribute", "parameter", "collection", "whole collection"])
+@pytest.mark.parametrize("how", ["parameter", "collection", "whole collection", "attribute, later"])
 @on_ranks(2)
 def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(how: str) -> None:
-    """By name; the other layer replays, on packs that differ from rank to rank.
+    """By name; the other layer replays, on packs that differ from rank to rank. One that gets such a group
+    later leaves them then.
 
     Groups of the job that no layer has taken keep nothing eager: dense layers hold the collection of all of
     them, those of experts and of data parallelism among them.
     """
-    prepare = partial(holds, how=how, group=group_of_experts())
-    report = compared(partial(rig.plain, prepare=prepare), own_packs=True)
+    make_groups(expert_model_parallel_size=2)
+    group = ProcessGroupCollection.use_mpu_process_groups().ep
+    at = COMES_AT if "later" in how else 0
+    make = partial(Trainer, rig.OPTIONS)
+    report = compared(make, lambda trainer: holds(trainer.chunk, how, group), at, own_packs=True)
     if how == "whole collection":
         assert report["eager"] == {"WARMING_UP": STEP_CALLS} and report["failures"] == []
         return
-    unsupported = (STEPS - 1) * STEP_CALLS // 2
-    assert report["eager"] == {"WARMING_UP": STEP_CALLS, "SCOPE_UNSUPPORTED": unsupported}
+    once = {"WARMING_UP": STEP_CALLS, **({"STATE_CHANGED": STEP_CALLS} if at else {})}
+    unsupported = (STEPS - at - 1) * STEP_CALLS // 2
+    assert report["eager"] == {**once, "SCOPE_UNSUPPORTED": unsupported}
     (failure,) = report["failures"]
     assert failure.startswith("layer 1 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): collectives of")
     assert "other packs (ep, 2 ranks: mlp." in failure and failure.endswith("are not supported yet")
-
-
-@on_ranks(2)
-def test_a_layer_that_gets_such_a_group_later_leaves_the_graphs_then() -> None:
-    group = group_of_experts()
-    report = compared(
-        partial(Trainer, rig.OPTIONS),
-        lambda trainer: holds(trainer.chunk, "attribute", group),
-        own_packs=True,
-    )
-    unsupported = (STEPS - COMES_AT - 1) * STEP_CALLS // 2
-    once = {"WARMING_UP": STEP_CALLS, "STATE_CHANGED": STEP_CALLS}
-    assert report["eager"] == {**once, "SCOPE_UNSUPPORTED": unsupported}
-    assert any("other packs (ep, 2 ranks: mlp.ep_group)" in failure for failure in report["failures"])
 
 
 @on_ranks(2, tensor_parallel=2)
@@ -235,7 +216,7 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> Non
         assert after["graphs"] == 0
 
     prepare = partial(holds, how="attribute", group=first)
-    report = compared(partial(rig.plain, prepare=prepare, config=TENSOR_PARALLEL), replace)
+    report = compared(partial(rig.plain, prepare=prepare, config=TENSOR_PARALLEL), replace, COMES_AT)
     assert report["failures"] == [] and report["replays"] >= 2 * STEP_CALLS
 
 

@@ -22,14 +22,13 @@ pytestmark = pytest.mark.megatron
 
 Reports = list[list[dict[str, Any]]]
 OF_TWO_CHUNKS = Cut(chunks=2)
-CUTS = {
-    "2 stages": Cut(),
-    "2 stages of 2 chunks": OF_TWO_CHUNKS,
-    "2 stages of 2 chunks, groups of 3": Cut(chunks=2, group_size=3),
-}
-BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 2000}
 # Sharded over the ranks of a stage, and gathered while chunks run.
-SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
+SHARDED = {
+    "overlap_grad_reduce": True,
+    "bucket_size": 2000,
+    "use_distributed_optimizer": True,
+    "overlap_param_gather": True,
+}
 EXPERTS = {"transformer": moe_rig.BASE, "plugin": {"cuda_graph_modules": ("attn", "moe_router")}}
 Training = tuple[int, dict[str, Any]]  # of how many ranks
 
@@ -42,33 +41,25 @@ def four(cut: Cut, **options: Any) -> Training:
     return 4, {"cut": cut, **options}
 
 
-TRAININGS: dict[str, Training] = {
+EMPTIED = {"transformer": {"deallocate_pipeline_outputs": True}}
+both = pytest.mark.both
+TRAININGS: dict[str, tuple[Any, Training]] = {
     # With packs that fill their capacity, whose output the schedule keeps over the next forward.
-    **{name: two(cut) for name, cut in CUTS.items()},
-    **{
-        f"{name}, outputs emptied once they are sent": two(
-            cut, transformer={"deallocate_pipeline_outputs": True}
-        )
-        for name, cut in CUTS.items()
-    },
-    "several layers": two(layers=3),
-    "MLA": two(Cut(), transformer=mla_config("low rank, RoPE")),
-    "four stages": four(Cut(stages=4)),
-    "two data-parallel ranks a stage": four(Cut(), ddp=SHARDED),
+    "2 stages, outputs emptied once they are sent": (both, two(Cut(), **EMPTIED)),
+    "2 stages of 2 chunks, outputs emptied once they are sent": (both, two(**EMPTIED)),
+    "2 stages of 2 chunks, groups of 3": (both, two(Cut(chunks=2, group_size=3))),
+    "MLA": (both, two(Cut(), transformer=mla_config("low rank, RoPE"))),
+    "four stages": (both, four(Cut(stages=4))),
+    "two data-parallel ranks a stage": (both, four(Cut(), ddp=SHARDED)),
+    "two data-parallel ranks a stage, aligned": ((), four(OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
     # The exchange of rows between experts' ranks is not in graphs.
-    "experts that ranks of a stage share": four(Cut(chunks=2, expert_parallel=2), **EXPERTS),
-    "packs that ranks of a stage share": four(Cut(context_parallel=2)),
+    "experts that ranks of a stage share": (both, four(Cut(chunks=2, expert_parallel=2), **EXPERTS)),
+    "packs that ranks of a stage share": (both, four(Cut(context_parallel=2))),
     # Some micro-batches are shared by both ranks of a stage, and others by none.
-    "packs of several sizes in flight": four(OF_TWO_CHUNKS, cp_sizes=(1, 2)),
-    "two tensor-parallel ranks a stage": four(Cut(tensor_parallel=2)),
-}
-ON_ONE_RELEASE: dict[str, Training] = {
-    "gradients reduced in the backward": two(ddp=BUCKETS),
-    "gradients whose reduction the schedule begins": two(ddp=BUCKETS, aligned=True),
-    "two data-parallel ranks a stage, aligned": four(OF_TWO_CHUNKS, ddp=SHARDED, aligned=True),
-    "packs of as many rows": two(transformer={"variable_seq_lengths": False}),
-    "embeddings of both ends shared": two(shared_embeddings=True),
-    "experts": two(**EXPERTS),
+    "packs of several sizes in flight": (both, four(OF_TWO_CHUNKS, cp_sizes=(1, 2))),
+    "two tensor-parallel ranks a stage": (both, four(Cut(tensor_parallel=2))),
+    "packs of as many rows": ((), two(transformer={"variable_seq_lengths": False})),
+    "embeddings of both ends shared": ((), two(shared_embeddings=True)),
 }
 
 
@@ -82,21 +73,18 @@ def check(reports: Reports) -> None:
             assert report["verification"]["verified"] > 0
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.both) for name in TRAININGS), *ON_ONE_RELEASE]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, (marks, _) in TRAININGS.items()])
 def test_bits(worlds: Worlds, name: str) -> None:
-    ranks, options = (TRAININGS | ON_ONE_RELEASE)[name]
+    ranks, options = TRAININGS[name][1]
     if "emptied" in name and options["cut"].chunks > 1 and not frees_after_sending():
         pytest.skip("this release frees what it still sends: eager differs from run to run")
     check(worlds.of(ranks).run(pipeline_jobs.train_pair, **options))
 
 
-@pytest.mark.parametrize("cut", list(CUTS)[:2])
 @on_ranks(2)
-def test_eager_is_what_megatron_does_without_the_plugin(cut: str) -> None:
+def test_eager_is_what_megatron_does_without_the_plugin() -> None:
     """Beside it, in mode `eager`, on full packs."""
-    model = CUTS[cut]
+    model = OF_TWO_CHUNKS
     model.start()
     options = dataclasses.replace(rig.OPTIONS, layers=model.stages * model.chunks, heads=4)
     first = range(20, 26)
@@ -121,7 +109,7 @@ def test_packs_that_fit_no_capacity_run_eager_and_the_others_replay(world2: Worl
             assert report["eager"]["TOO_MANY_SEQUENCES"] == 2
 
 
-@pytest.mark.parametrize("slots", [1, 2, 9])
+@pytest.mark.parametrize("slots", [1, 9])
 def test_a_number_of_slots_is_the_most_that_a_chunk_gets(world2: World, slots: int) -> None:
     reports = world2.run(pipeline_jobs.train_pair, cut=OF_TWO_CHUNKS, plugin={"cuda_graph_slots": slots})
     for of_rank in reports:

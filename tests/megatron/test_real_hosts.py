@@ -174,11 +174,10 @@ def measured() -> Iterator[list[Figure]]:
         publish(Path(os.environ["OUT"], "real_hosts.json"), figures)
 
 
-def _needs(ranks: int) -> Any:
-    return pytest.mark.multi_gpu if ranks > 1 else pytest.mark.gpu
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_needs(job.ranks)) for name, job in JOBS.items()])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.multi_gpu] * (job.ranks > 1)) for name, job in JOBS.items()],
+)
 def test_bits(name: str, worlds: Worlds, measured: list[Figure]) -> None:
     job = JOBS[name]
     if job.transformer_engine and importlib.util.find_spec("transformer_engine") is None:

@@ -36,7 +36,6 @@ from compared import every_graph_is_compared_or_named
 from leftovers import free_models, models_in_memory
 from streams import make_groups
 from torch import distributed, multiprocessing
-from torchrun import patience
 
 START_SECONDS = 240  # imports
 TIMEOUT_SECONDS = 200  # of one function, which takes ten
@@ -45,6 +44,11 @@ END_SECONDS = 60
 SHORT = reprlib.Repr()  # of values that are told of
 SHORT.maxdict, SHORT.maxother = 50, 500
 IMPORTED = ["torch", "megatron.core.models.gpt", "megagraph.megatron", "megagraph.demo.trainer"]
+
+
+def patience() -> float:
+    """How many times as long all takes while this machine is busy: limits of time are multiplied by it."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _processes() -> Any:
@@ -149,19 +153,23 @@ class _Rank(NamedTuple):
     log: str
 
     def stacks(self) -> str:
-        """Where its threads are just now, as the rank itself writes it down."""
-        path = _stacks_of(self.log)
-        pid = self.process.pid
+        """Where its threads stay, as the rank itself writes it down until it says the same twice.
+
+        One that is slow, or was stopped, moves on from where it is first seen.
+        """
+        path, pid, said = _stacks_of(self.log), self.process.pid, [""]
         if pid is None or not os.path.exists(path):
             return "it has not even started"
-        os.kill(pid, signal.SIGUSR1)
-        deadline, size = time.monotonic() + GRACE_SECONDS * patience(), 0
-        while time.monotonic() < deadline:
-            time.sleep(0.2)
-            before, size = size, os.path.getsize(path)
-            if 0 < before == size:
-                break
-        return _end_of(path, 20_000)
+        slower = patience()
+        deadline = time.monotonic() + GRACE_SECONDS * slower
+        with open(path, encoding="utf-8") as written, contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.2 * slower)
+                said.append(written.read())
+                if said[-1] and said[-1] == said[-2]:
+                    return said[-1]
+        return "".join(said)[-20_000:]
 
 
 def _end_of(path: str, characters: int) -> str:
@@ -170,30 +178,21 @@ def _end_of(path: str, characters: int) -> str:
 
 
 class World:
-    """Some ranks.
-
-    Args:
-        size: how many.
-
-    Attributes:
-        codes: exit codes of all processes that were told to end, of ranks that nothing had broken.
-    """
+    """Some ranks, which start when they are first given something to run."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.codes: list[int | None] = []
+        self.codes: list[int | None] = []  # of all that were told to end, while nothing had broken them
         self.is_broken = False  # since the last function; the next one gets other processes
-        self._start()
+        self._ranks: list[_Rank] = []
 
     def _start(self) -> None:
         size = self.size
         self.is_broken = False
-        self._has_started = False
         # Listens from here on, at a port that nobody else on this machine can be given meanwhile.
         self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._logs = tempfile.TemporaryDirectory()
         context = _processes()
-        self._ranks: list[_Rank] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             log = os.path.join(self._logs.name, str(rank))
@@ -203,35 +202,25 @@ class World:
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._ranks.append(_Rank(process, ours, log))
+        self._answers(START_SECONDS)
 
     def run(
         self,
         function: Callable[..., Any],
         *,
-        tensor_parallel: int = 1,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-        late_seconds: float | None = None,
+        tensor_parallel: int = 1,  # size of the tensor-parallel groups
+        timeout_seconds: float = TIMEOUT_SECONDS,  # on a machine that does nothing else
+        late_seconds: float | None = None,  # for the others once the first has answered or failed
         **arguments: Any,
     ) -> list[Any]:
         """Calls a function of a module of this folder on every rank; returns what each answers.
 
-        Args:
-            function: of a module of this folder.
-            tensor_parallel: size of the tensor-parallel groups.
-            timeout_seconds: how long all of it may take on a machine that does nothing else.
-            late_seconds: how long the others have once the first has answered or failed, if it is to be less.
-            arguments: of the function.
-
-        Raises:
-            AssertionError: with the traceback and the log of each rank that failed or died, and the stacks
-                of each that has not answered in time.
+        Raises `AssertionError` with the traceback and the log of each rank that failed or died, and the
+        stacks of each that has not answered in time.
         """
         if self.is_broken or not self._ranks:
             self.close()
             self._start()
-        if not self._has_started:
-            self._answers(START_SECONDS)
-            self._has_started = True
         for rank in self._ranks:
             rank.pipe.send((function.__module__, function.__name__, tensor_parallel, arguments))
         return self._answers(timeout_seconds, late_seconds)
@@ -239,13 +228,13 @@ class World:
     def _answers(self, seconds: float, late_seconds: float | None = None) -> list[Any]:
         """What every rank answers, in their order."""
         start, slower = time.monotonic(), patience()
-        grace_seconds = GRACE_SECONDS if late_seconds is None else late_seconds
         deadline = start + seconds * slower
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = {rank.pipe: index for index, rank in enumerate(self._ranks)}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for pipe in wait(list(waiting), timeout=left):
+        # What is there is taken, however late this process comes to it.
+        while waiting and (ready := wait([*waiting], timeout=max(0, deadline - time.monotonic()))):
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
                 index = waiting.pop(pipe)
                 try:
@@ -255,11 +244,11 @@ class World:
                     succeeded, answer = False, f"died, exit code {self._ranks[index].process.exitcode}"
                 if succeeded:
                     answers[index] = answer
-                    if late_seconds is not None:
-                        deadline = min(deadline, time.monotonic() + late_seconds * slower)
                 else:
                     failures[index] = f"rank {index}: {answer}\n{_end_of(self._ranks[index].log, 2000)}"
-                    deadline = min(deadline, time.monotonic() + grace_seconds * slower)
+                left = late_seconds if late_seconds or succeeded else GRACE_SECONDS
+                if left is not None:
+                    deadline = min(deadline, time.monotonic() + left * slower)
         waited = time.monotonic() - start
         for index in waiting.values():
             stacks = self._ranks[index].stacks()
@@ -275,15 +264,18 @@ class World:
         """Ends every rank. Returns their exit codes, None for one that had to be killed."""
         codes: list[int | None] = []
         for rank in self._ranks:
+            if self.is_broken:
+                rank.process.kill()
             with contextlib.suppress(OSError):  # it is gone already
                 rank.pipe.send(None)
         for rank in self._ranks:
-            rank.process.join(1 if self.is_broken else END_SECONDS * patience())
+            rank.process.join(END_SECONDS * patience())
             codes.append(rank.process.exitcode)
             if rank.process.exitcode is None:
                 rank.process.kill()
                 rank.process.join(GRACE_SECONDS)
-        self._logs.cleanup()
+        if self._ranks:
+            self._logs.cleanup()
         if not self.is_broken:
             self.codes += codes
         self._ranks = []
@@ -291,29 +283,21 @@ class World:
 
 
 class Worlds:
-    """The ranks that the tests of one file share, by their number. Each starts when it is first asked for."""
+    """The ranks that the tests of one file share, by their number."""
 
     def __init__(self) -> None:
         self._made: dict[int, World] = {}
 
     def of(self, size: int) -> World:
         """As many ranks."""
-        if size not in self._made:
-            self._made[size] = World(size)
-        return self._made[size]
+        return self._made.setdefault(size, World(size))
 
     def close(self) -> list[int | None]:
-        """Ends all of them.
-
-        Returns:
-            The exit codes of all that have ended since the last call, None for one that was killed.
-        """
-        for world in self._made.values():
+        """Ends all of them. Returns the exit codes of all that it had, None for one that was killed."""
+        made, self._made = self._made, {}
+        for world in made.values():
             world.close()
-        codes = [code for world in self._made.values() for code in world.codes]
-        for world in self._made.values():
-            world.codes.clear()
-        return codes
+        return [code for world in made.values() for code in world.codes]
 
 
 def on_ranks(size: int, *, tensor_parallel: int = 1) -> Callable[[Callable[..., None]], Callable[..., None]]:
