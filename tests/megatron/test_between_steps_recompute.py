@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("recompute_on_cpu")
 
