@@ -179,12 +179,10 @@ class RngSources:
         self._captured: list[torch.Generator] | None = None
         self._seen: list[Tensor | torch.Generator] = []
 
-    def _streams(self) -> list[Tensor | torch.Generator]:
-        return [stream for source in self._sources for stream in source().get_states().values()]
-
     def generators(self) -> list[torch.Generator]:
         """The graph-safe streams of the trackers; a capture has to register them."""
-        return [stream for stream in self._streams() if isinstance(stream, torch.Generator)]
+        streams = (stream for source in self._sources for stream in source().get_states().values())
+        return [stream for stream in streams if isinstance(stream, torch.Generator)]
 
     def expect_streams(self) -> None:
         """Remembers the generators of now; before the first capture."""
@@ -195,7 +193,9 @@ class RngSources:
         """Whether trackers draw from other generators than the graphs: their states were set, say."""
         if self._captured is None:
             return False
-        seen = self._streams()
+        seen: list[Tensor | torch.Generator] = []
+        for source in self._sources:  # no function of ours: before each step
+            seen += source().get_states().values()
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
             return False
         now = self.generators()

@@ -85,16 +85,12 @@ class Dispatcher(_C.Dispatcher):
             for size in context.sizes
         }
         self._take(known if any(known.values()) else {})
-        self.heed_groups()
+        if self._context.is_dynamic:  # groups by which packs are known that name theirs
+            self.set_groups(self._context.by_size())
 
     def _take(self, by_cp_size: Mapping[int, Sequence[Capacity]]) -> None:
         self.by_cp_size = by_cp_size
         self.set_capacities(by_cp_size)
-
-    def heed_groups(self) -> None:
-        """Takes note of the groups by which packs are known that name theirs. Before steps."""
-        if self._context.is_dynamic:
-            self.set_groups(self._context.by_size())
 
     @property
     def known(self) -> Sequence[Capacity]:

@@ -234,8 +234,9 @@ class GraphedModel:
         """
         if not self.entries.are_settled:
             self._settle_entries()
-        self.context.follow()
-        self.dispatcher.heed_groups()
+        if self.context.is_dynamic:
+            self.context.follow()
+            self.dispatcher.set_groups(self.context.by_size())
         if self.refusal is not None:
             return
         if not self.dispatcher.by_cp_size:
