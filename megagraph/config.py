@@ -233,10 +233,6 @@ class GraphConfig:
         largest = max(self.cp_sizes, default=1)
         for capacity in self.all_capacities(largest):
             tokens = capacity.tokens * largest
-            if capacity.max_seqlen > tokens:
-                raise ValueError(
-                    f"max_seqlen: expected at most the {tokens} tokens of a pack, got {capacity.max_seqlen}"
-                )
             if self.tail is not TailConvention.HIDDEN and capacity.max_seqlen < tokens:
                 raise ValueError(
                     f"tail: {self.tail.value!r} makes a document as long as the tail, which needs a "

@@ -185,15 +185,9 @@ def test_the_older_name_of_the_modules_is_taken_from_both_sources_and_not_beside
             "expected a table of tokens, num_seqs, max_seqlen",
         ),
         ({"capacities": [[64, 1]]}, "expected tokens:num_seqs[:max_seqlen], got [64, 1]"),
-        (PAIR | {"max_seqlen": 513}, "max_seqlen: expected at most the 512 tokens of a pack, got 513"),
-        (
-            PAIR | {"max_seqlen": 1025, "cp_sizes": [1, 2]},
-            "max_seqlen: expected at most the 1024 tokens of a pack, got 1025",
-        ),
         ({"cp_sizes": [1, 3]}, "cp_sizes: expected ascending powers of two, got (1, 3)"),
         ({"cp_sizes": "2,1"}, "cp_sizes: expected ascending powers of two, got (2, 1)"),
         ({"cp_sizes": 0}, "cp_sizes: expected at least 1, got 0"),
-        ({"capacities": "64:4:65"}, "max_seqlen: expected at most the 64 tokens of a pack, got 65"),
         *(
             (PAIR | {"max_seqlen": it}, f"a capacity's max_seqlen must be an integer of at least 1, got {it}")
             for it in (-1, 0)  # 0 quietly meant all tokens of a pack

@@ -182,6 +182,35 @@ def test_a_change_inside_of_a_step_on_one_rank_alone_is_an_error_that_names_it()
     assert 'rank 0: layer 1.mlp: note nothing -> "of nobody\'s"; rank 1: nothing' in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("plugin", "config", "told"),
+    [
+        (
+            {"verify": "off"},
+            {},
+            "verify: expected the same on all ranks that run the same packs, got 'off' on",
+        ),
+        ({"mode": "eager"}, {}, "mode: expected the same on all ranks"),
+        ({"log_interval": 7, "poison": True}, {}, None),
+        ({}, {"qk_clip": True}, "what keeps the model eager: expected the same on all ranks"),
+    ],
+    ids=["an option", "the mode", "what each may have for itself", "a refusal"],
+)
+@on_ranks(2, tensor_parallel=2)
+def test_what_ranks_have_to_do_alike_is_compared_when_they_first_meet(
+    plugin: dict[str, Any], config: dict[str, Any], told: str | None
+) -> None:
+    """Bug: one rank asked the others, who had another option or were refused, and waited for half an hour."""
+    is_first = distributed.get_rank() == 0
+    megagraph.install(rig.graph_config(**(plugin if is_first else {})))
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    for option, value in config.items() if is_first else ():
+        setattr(trainer.chunk.config, option, value)
+    (micros,) = parallel_jobs.steps_of(1)
+    with contextlib.nullcontext() if told is None else pytest.raises(ValueError, match=told):
+        rig.step(trainer, micros)
+
+
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:
     """Somebody holds a slot of rank 0 alone. A rank that captured by itself would wait in a collective."""
     reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how={1: "hold"}, config=TENSOR_PARALLEL)

@@ -80,6 +80,13 @@ class Dispatcher(_C.Dispatcher):
         self.masks_at_entry = masks_tail and pads_at_entry
         self._tail, self._context = config.tail, context
         self._waited = 0  # steps
+        largest = context.sizes[-1]
+        for each in config.all_capacities(largest):
+            if each.max_seqlen > each.tokens * largest:
+                raise ValueError(
+                    f"max_seqlen: expected at most the {each.tokens * largest} tokens of a pack, got "
+                    f"{each.max_seqlen}"
+                )
         known = {
             size: tuple(_bounded(each, size) for each in config.all_capacities(size))
             for size in context.sizes

@@ -33,6 +33,8 @@ from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 
 __all__ = ["GraphedModel"]
 
+# Options that change nothing of what ranks do together.
+_OF_A_RANK = ("progress", "poison", "report", "log_interval", "cuda_graph_nvtx")
 # Some calls of such a forward may not reach Megatron's, nor whatever pads.
 _NEEDS_MEGATRONS = (
     "experts over several ranks that need equal rows, in a model with a forward that overrides Megatron's, "
@@ -68,6 +70,9 @@ class GraphedModel:
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._refuse(refusal_of(model, ddp, self._layers.scopes, config))
+        if not self.peers.run_other_packs:  # others may call their models less often
+            shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
+            self.peers.compare({**shared, "what keeps the model eager": str(self.refusal)})
         self._learners: HostGroup = self.peers  # of capacities
         if self.refusal is None:
             self.dispatcher.check(self.tensor.rows)

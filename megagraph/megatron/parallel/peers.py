@@ -15,9 +15,11 @@ A failure between two collectives of one layer cannot be healed: the others wait
 would in eager. Graphs that hold collectives are dropped before any group of their layers is destroyed.
 """
 
+import json
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -56,9 +58,17 @@ def _gloo_group(ranks: Ranks) -> Any:
         name = f"megagraph/{'-'.join(map(str, members))}/{number}"
         store = distributed.distributed_c10d.PrefixStore(name, world)
         place = members.index(distributed.get_rank())
-        group = distributed.ProcessGroupGloo(store, place, len(members), distributed.default_pg_timeout)
+        group = distributed.ProcessGroupGloo(store, place, len(members), _patience_of_job())
         _GLOO_GROUPS[ranks] = group, world, number
     return group
+
+
+def _patience_of_job() -> timedelta:
+    """How long a rank of this job waits for another one, as `init_process_group()` was told."""
+    world: Any = distributed.group.WORLD
+    options = world._get_backend(world._device_types[0]).options
+    patience: timedelta = getattr(options, "_timeout", distributed.default_pg_timeout)
+    return patience
 
 
 class HostGroup:
@@ -150,6 +160,21 @@ class Peers(HostGroup):
         said = zlib.crc32(what.encode())
         largest, least = self.max_over_ranks([said, -said])
         return largest == -least
+
+    def compare(self, options: Mapping[str, object]) -> None:
+        """Raises `ValueError` on all of them if they have not the same options, naming one that differs.
+
+        Each would ask the others at other times, and wait for ever.
+        """
+        own = json.dumps({name: repr(value) for name, value in options.items()})
+        if self.agree_on(own):
+            return
+        said = [json.loads(each) for each in self.gather(own)]
+        name = next(name for name in options if len({each.get(name) for each in said}) > 1)
+        each = ", ".join(
+            f"{it.get(name)} on rank {rank}" for rank, it in zip(sorted(self._ranks()), said, strict=True)
+        )
+        raise ValueError(f"{name}: expected the same on all ranks that {self._who}, got {each}")
 
     def hold(self, sites: Iterable[SiteSpec]) -> None:
         """Remembers the groups of sites that are about to be captured: these may hold others by and by."""
