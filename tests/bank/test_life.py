@@ -279,7 +279,7 @@ def test_a_variant_that_is_captured_again_has_the_later_graphs(pair: Pair) -> No
 @pytest.mark.gpu
 def test_the_next_capture_takes_the_memory_of_what_was_dropped() -> None:
     rows = 1 << 14
-    layers = [Block(256).to("cuda") for _ in range()]
+    layers = [Block(256).to("cuda") for _ in range(3)]
     bank = new_bank(layers, "cuda")
     train, evaluate = (
         variant(key, training=key == "train", rows=rows, row_shape=(256,)) for key in ("train", "eval")

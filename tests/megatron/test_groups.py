@@ -5,6 +5,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from megagraph.decide.dispatch import Needs, PackForm, VariantKey
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of_pack
-from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.parallel.peers import Peers, patience_of_job
 
 pytestmark = pytest.mark.megatron
 
@@ -294,3 +295,14 @@ def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
     assert_same_bits(runs["eager"], runs["graph"])
     warm_up = 2 if how == "unreadable" else 1
     assert runs["graph"].report["replays"] == (STEPS - warm_up) * 2 * LAYERS
+
+
+def test_ranks_wait_for_each_other_as_long_as_their_job_does() -> None:
+    """Bug: half an hour, however long the checkpoint of a rank takes, or however short its patience is."""
+    world: Any = distributed.group.WORLD
+    before = patience_of_job()
+    try:
+        distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
+        assert patience_of_job() == timedelta(seconds=77)
+    finally:
+        distributed.distributed_c10d._set_pg_timeout(before, world)

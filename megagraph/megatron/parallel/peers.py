@@ -37,7 +37,7 @@ from megagraph.megatron.parallel.groups import (
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.seams import STAGE_GROUP
 
-__all__ = ["HostGroup", "Peers"]
+__all__ = ["HostGroup", "Peers", "patience_of_job"]
 
 
 # For all models, by their ranks: the group, the store of the world that it is in, and the group's number. It
@@ -58,12 +58,12 @@ def _gloo_group(ranks: Ranks) -> Any:
         name = f"megagraph/{'-'.join(map(str, members))}/{number}"
         store = distributed.distributed_c10d.PrefixStore(name, world)
         place = members.index(distributed.get_rank())
-        group = distributed.ProcessGroupGloo(store, place, len(members), _patience_of_job())
+        group = distributed.ProcessGroupGloo(store, place, len(members), patience_of_job())
         _GLOO_GROUPS[ranks] = group, world, number
     return group
 
 
-def _patience_of_job() -> timedelta:
+def patience_of_job() -> timedelta:
     """How long a rank of this job waits for another one, as `init_process_group()` was told."""
     world: Any = distributed.group.WORLD
     options = world._get_backend(world._device_types[0]).options
