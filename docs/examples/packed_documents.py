@@ -118,7 +118,8 @@ def canonical_sample(sample: dict[str, Any], tokens: int, num_seqs: int) -> dict
     """Pads a sample to `tokens` rows and `num_seqs` documents.
 
     The rows that are added are a document of their own without any loss: kernels leave rows that belong
-    to no document undefined. Further documents are empty.
+    to no document undefined. Further documents are empty. One document of all rows stays alone: beside
+    empty ones its length says that positions go on through the pack, if RoPE is not fused.
 
     Args:
         sample: of fewer than `num_seqs` documents, or of `tokens` rows.
@@ -126,6 +127,8 @@ def canonical_sample(sample: dict[str, Any], tokens: int, num_seqs: int) -> dict
         num_seqs: documents afterwards.
     """
     offsets = sample["cu_seqlens"]
+    if sample["max_seqlen"] == tokens:
+        return sample
     rows, missing = sample["tokens"].numel(), num_seqs + 1 - offsets.numel()
     if rows > tokens or missing < 0 or (rows < tokens and missing == 0):
         raise ValueError(
