@@ -33,13 +33,14 @@ BRIDGE_DIR := .deps/megatron_bridge-$(BRIDGE)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE_SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
+PYTHON_SOURCES = $(shell find megagraph -name '*.py' ! -name _build_info.py)
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint-tidy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PRECIOUS: .venv-torch-%/.ready
-.PHONY: help build demo test nightly mutants sizes gpu matrix matrix-newest environment-newest sdist sanitize lint $(LINTS) format bench clean
+.PRECIOUS: .venv-torch-%/.ready .venv-torch-%/core/.ready
+.PHONY: help build demo test nightly mutants sizes gpu matrix matrix-newest environment-newest wheel-newest sdist sanitize lint $(LINTS) format bench clean
 
 help:
 	@echo "make demo | test | gpu | sdist | matrix | lint | format | bench | sanitize | build | clean"
@@ -109,8 +110,7 @@ mutants: $(VENV)/.built $(VENV)/.test
 sizes:
 	@$(PYTHON) .ci/sizes
 
-# An environment for each minor of torch (5.4 GB each, reused), with a wheel of the sdist beside it: the
-# checkout's own build stays as it is, and out of the path (Python 3.11 and newer).
+# An environment for each minor of torch (5.4 GB each, reused).
 .venv-torch-%/.ready: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --quiet install --upgrade "pip>=25.1"
@@ -119,10 +119,15 @@ sizes:
 	$(@D)/bin/python -m pip --quiet install --group test
 	@touch $@
 
-matrix-%: .venv-torch-%/.ready
-	.ci/sdist $(<D)/bin/python $(<D)/core
-	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(<D)/core):$(abspath .ci) \
-	    $(<D)/bin/python .ci/tests \
+# A wheel of the sdist, installed beside it: the checkout's own build stays as it is, and out of the path
+# (Python 3.11 and newer).
+.venv-torch-%/core/.ready: .venv-torch-%/.ready $(CORE_SOURCES) $(PYTHON_SOURCES)
+	.ci/sdist $(<D)/bin/python $(@D)
+	@touch $@
+
+matrix-%: .venv-torch-%/core/.ready
+	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(<D)):$(abspath .ci) \
+	    .venv-torch-$*/bin/python .ci/tests \
 	    --out .ci/out/torch-$* torch -- $(PYTEST_FLAGS)
 
 matrix: $(MINORS:%=matrix-%)
@@ -130,6 +135,8 @@ matrix: $(MINORS:%=matrix-%)
 matrix-newest: matrix-$(lastword $(MINORS))
 
 environment-newest: .venv-torch-$(lastword $(MINORS))/.ready
+
+wheel-newest: .venv-torch-$(lastword $(MINORS))/core/.ready
 
 # Compiles and links the core with CUDA against that minor; runs nothing.
 cuda-%: .venv-torch-%/.ready
@@ -150,7 +157,9 @@ sdist: $(VENV)/.torch
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks
 
-lint: $(LINTS)
+# Most of them use one core.
+lint: $(VENV)/.built $(VENV)/.lint
+	$(MAKE) --keep-going --jobs=2 --output-sync=target $(LINTS)
 
 lint-ruff: $(VENV)/.lint
 	$(BIN)/ruff check --quiet .
