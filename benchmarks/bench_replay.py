@@ -22,7 +22,7 @@ OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
 AROUND_BAR = 15.0  # us a micro-batch
 LAST_BAR = 10.0  # us a layer
-ENGINE_BAR, PACE_BAR = 0.6, 0.5  # of autograd's own call; of a thread's free pace
+PACE_BAR = 0.5  # of a thread's free pace
 NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
 # The rows of these are one unpacked document.
 RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
@@ -130,22 +130,14 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
 
 
 def cost_figures(measured: Answer) -> list[Figure]:
-    """The last micro-batch, autograd's own call in a schedule, other threads."""
-    last, engine, thread = measured["last"], measured["engine"], measured["thread"]
+    """The last micro-batch, other threads."""
+    last, thread = measured["last"], measured["thread"]
     title = "last micro-batch with overlap_grad_reduce, backward of a layer"
     figures = [
         timed(f"{title}: own share", last["own"], "us", bar=LAST_BAR),
         timed(f"{title}: all of it, median", last["backward"], "us", floor=median(last["bare"])),
         timed(f"{title}: DDP's part, for each gradient by itself, median", last["megatron"], "us"),
     ]
-    for how in ("hot", "idle"):
-        inside, outside = engine[f"inside, {how}"], engine[f"outside, {how}"]
-        title = f"autograd's own call, {how}"
-        rival = {"rival": "outside of any", "rival_value": median(outside)}
-        figures += [
-            timed(f"{title}: inside of a schedule, median", inside, "us", **rival),
-            timed_ratio(f"{title}: inside of a schedule / outside", inside, outside, "ratio", bar=ENGINE_BAR),
-        ]
     title = "Python thread while a forward waits for the launch queue"
     free = f"{title}: pace / its free one"
     pace = Figure(name=free, value=thread["share"], unit="1", bar=PACE_BAR, better="higher")

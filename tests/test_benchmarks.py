@@ -57,7 +57,6 @@ STEPS |= {"report": REPORT, "busy_ms": 7.5, "kernels_ms": 6.0, "fitting": 1.0, "
 STEPS |= {"unpatched": {"walls": TIMES, "order": [0, 1, 2], "kernels_ms": 5.0}, "differing": 0}
 STEPS |= {"reserved": 104 * MIB, "outside_before": 10 * MIB, "outside": 12 * MIB, "slots": 4}
 SAME = {"losses": 0, "gradients": 0, "report": REPORT}
-INSIDE = {f"{where}, {how}": TIMES for where in ("inside", "outside") for how in ("hot", "idle")}
 LAST = dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES)
 CAPTURE = {
     **{"graphs": 48, "capture_seconds": 0.48, "nodes": [1, 2], "all_nodes": 72, "own_bytes": MIB},
@@ -66,12 +65,13 @@ CAPTURE = {
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
+    "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }
 PARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay", "own"): {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
     ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
     ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
-    ("replay", "costs"): {"last": LAST, "engine": INSIDE, "thread": {"share": 0.9, "waited": 1.5}},
+    ("replay", "costs"): {"last": LAST, "thread": {"share": 0.9, "waited": 1.5}},
     ("capture", "own"): dict.fromkeys(
         map(str, BENCHMARKS["capture"].HIDDEN), dict.fromkeys(BENCHMARKS["capture"].CAPACITIES, CAPTURE)
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks `bits` and `replay` count and time, on models that need no GPU."""
+"""What the benchmarks `bits`, `replay` and `soak` count and time, on models that need no GPU."""
 
 import itertools
 import sys
@@ -13,11 +13,12 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are not installed
 
 from benchmarks import bench_bits as bits
+from benchmarks import bench_soak as soak
 from benchmarks.subjects import costs, inside, layers
 from benchmarks.subjects.hosts import install_for
 from megagraph import megatron
 from megagraph.demo.cpu import megatron_on_cpu
-from megagraph.demo.trainer import ModelOptions, process_groups
+from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 
 pytestmark = [
     pytest.mark.megatron,
@@ -69,11 +70,24 @@ def test_canonical_packs_have_the_rows_and_documents_of_their_capacity(share: fl
         assert int(lengths.min()) > 0 and int(lengths.max()) <= share * tokens
 
 
-def test_costs_that_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "ROUNDS", 2)
-    install_for(OPTIONS.max_tokens, costs.DOCUMENTS, cuda_graph_warmup_steps=1)
-    engine: dict[str, Any] = costs.measure_engine(OPTIONS)
-    assert {key.partition(",")[0] for key in engine} == {"inside", "outside"} and len(engine) == 6
+def test_a_soak_finds_a_step_that_differs_and_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = itertools.count(0, 5)
+    monkeypatch.setattr(soak, "used_bytes", lambda: {"process": 7, "device": next(used)})
+    monkeypatch.setattr(soak, "SAMPLES", 4)
+    answer = soak.measure_soak(OPTIONS, 24 * OPTIONS.layers)
+    assert (answer["differing"], answer["steps"], answer["grown"]) == (0, 6, {"process": 0, "device": 15})
+    assert answer["replays"] == 24 * OPTIONS.layers
+    megatron.uninstall()
+    original, calls = Trainer.forward_backward, itertools.count()
+
+    def forward_backward(trainer: Trainer, packs: Any) -> list[torch.Tensor]:
+        losses = original(trainer, packs)
+        if next(calls) == soak.STEPS + 5:
+            trainer.model.buffers[0].grad_data[3] += 1
+        return losses
+
+    monkeypatch.setattr(Trainer, "forward_backward", forward_backward)
+    assert soak.measure_soak(OPTIONS, 24 * OPTIONS.layers)["differing"] == 1
 
 
 def test_layers_replay_without_the_model_around_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from importlib import metadata
 from operator import sub, truediv
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -29,20 +28,11 @@ from benchmarks.measuring.children import Answer, described
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 Times = Sequence[float]
-# Which types JSON may give for each key; bool is none of the numbers.
-Kinds = Mapping[str, tuple[type, ...]]
 Better = Literal["lower", "higher"]
-_NONE = type(None)
-_NUMBER, _NUMBER_OR_NONE, _TEXT_OR_NONE = (int, float), (int, float, _NONE), (str, _NONE)
-_ENVIRONMENT: Kinds = {
-    **{"commit": _TEXT_OR_NONE, "device": (str,), "driver": _TEXT_OR_NONE, "torch": (str,)},
-    **{"megatron_core": _TEXT_OR_NONE, "transformer_engine": _TEXT_OR_NONE, "command": (str,)},
-}
-_FIGURE: Kinds = {
-    **{"name": (str,), "value": _NUMBER, "unit": (str,), "bar": _NUMBER_OR_NONE, "holds": (bool, _NONE)},
-    **{"rival": _TEXT_OR_NONE, "rival_value": _NUMBER_OR_NONE, "floor": _NUMBER_OR_NONE},
-}
-_SPREAD: Kinds = {"p10": _NUMBER, "p90": _NUMBER}
+# The keys of a file beside its figures; of a figure, and of a timed one.
+_ENVIRONMENT = ("commit", "device", "driver", "torch", "megatron_core", "transformer_engine", "command")
+_FIGURE = ("name", "value", "unit", "bar", "holds", "rival", "rival_value", "floor")
+_SPREAD = ("p10", "p90")
 _FOLDER = "--out"  # takes a path of the machine
 
 
@@ -203,38 +193,23 @@ def write_result(path: Path, figures: Sequence[Figure]) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Reads a result. Raises `ValueError`, naming the file, the key, what was expected and got."""
+    """Reads a result. Raises `ValueError`, naming the file, where it is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict):
-            record.setdefault("transformer_engine", None)  # older files lack it
-        _check(record, {**_ENVIRONMENT, "figures": (list,)}, "the file")
-        figures = tuple(_figure_of(each, f"figures[{i}]") for i, each in enumerate(record.pop("figures")))
-    except ValueError as error:
+        figures = tuple(_figure_of(**figure) for figure in record.pop("figures"))
+        record.setdefault("transformer_engine", None)  # older files lack it
+        if set(record) != set(_ENVIRONMENT):
+            raise ValueError(f"expected keys {', '.join(_ENVIRONMENT)}, got {', '.join(record)}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return Result(environment=record, figures=figures)
 
 
-def _figure_of(record: Any, where: str) -> Figure:
-    _check(record, _FIGURE, where, optional=_SPREAD)
-    holds, bar, value = record.pop("holds"), record["bar"], record["value"]
+def _figure_of(*, value: float, bar: float | None, holds: bool | None, **record: Any) -> Figure:
     if (holds is None) != (bar is None) or (value == bar and not holds):
-        raise ValueError(f"{where}: expected `holds` to say whether {value} reaches {bar}, got {holds}")
-    return Figure(**record, better="lower" if bar is None or (value <= bar) == holds else "higher")
-
-
-def _check(record: Any, kinds: Kinds, where: str, optional: Kinds = MappingProxyType({})) -> None:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected an object, got {str(record)[:80]}")
-    known = {**kinds, **optional}
-    if missing := kinds.keys() - record.keys():
-        raise ValueError(f"{where}: expected keys {sorted(missing)}, got none")
-    if more := record.keys() - known.keys():
-        raise ValueError(f"{where}: expected only keys {', '.join(known)}, got {sorted(more)}")
-    for key, value in record.items():
-        if type(value) not in known[key]:
-            kind = " or ".join(kind.__name__ for kind in known[key])
-            raise ValueError(f"{where}, key {key!r}: expected {kind}, got {value!r}")
+        raise ValueError(f"expected `holds` to say whether {value} reaches {bar}, got {holds}")
+    better: Better = "lower" if bar is None or (value <= bar) == holds else "higher"
+    return Figure(value=value, bar=bar, better=better, **record)
 
 
 def show(title: str, figures: Sequence[Figure]) -> None:

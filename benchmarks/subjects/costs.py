@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training around replayed layers costs: a step's last micro-batch, autograd's own call, other threads
-while the launch queue is full, and what the patch adds to a model call that runs eager.
+"""What training around replayed layers costs: a step's last micro-batch, other threads while the launch queue
+is full, and what the patch adds to a model call that runs eager.
 """
 
 import contextlib
@@ -8,7 +8,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
@@ -20,14 +19,13 @@ from benchmarks.measuring.clocks import host_seconds, phases_us
 from benchmarks.subjects.hosts import check_replays, install_for
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.layers import LAYERS, TOKENS, captured, end_reductions, made_quickly
-from benchmarks.subjects.packs import a_pack, hidden_states, model_options
+from benchmarks.subjects.packs import a_pack, model_options
 from megagraph import megatron
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 
-ROUNDS, LAST_ROUNDS = 40, 200  # reductions take turns with the host, so that a last micro-batch varies most
+LAST_ROUNDS = 200  # reductions take turns with the host, so that a last micro-batch varies most
 DOCUMENTS = 8  # of the capacity
-IDLE_SECONDS = 0.002
 SLEEP_CYCLES = 4_000_000_000  # some two seconds on the GPU
 LAUNCHES = 8000  # more than any launch queue holds
 
@@ -72,38 +70,6 @@ def measure_last(options: ModelOptions) -> Answer:
         end_reductions(ddp)
 
 
-def measure_engine(options: ModelOptions) -> Answer:
-    """A backward pass through one node that does nothing, us: inside of a schedule's, and outside of any.
-
-    `hot` right after another one, `idle` after the host has slept.
-    """
-    trainer = captured(options)
-    hidden = hidden_states(options.max_tokens, options.hidden)
-    grad = torch.randn_like(hidden)
-    times: dict[str, list[float]] = {}
-
-    def take(where: str) -> None:
-        nothing = [hidden.view_as(hidden) for _ in range(3)]
-        for how in ("warm", "hot", "idle"):
-            if how == "idle":
-                time.sleep(IDLE_SECONDS)
-            seconds = host_seconds(partial(torch.autograd.grad, nothing.pop(), hidden, grad))
-            times.setdefault(f"{where}, {how}", []).append(seconds * 1e6)
-
-    original = torch.autograd.backward
-
-    def backward(*args: Any, **kwargs: Any) -> None:
-        if torch.is_grad_enabled():  # it is not the body of a graph on the host
-            take("inside")
-        original(*args, **kwargs)
-
-    for _ in range(ROUNDS):
-        with mock.patch.object(torch.autograd, "backward", backward):  # as the schedule calls it
-            trainer.forward_backward([a_pack(options.max_tokens)])
-        take("outside")
-    return dict(times)
-
-
 class _Counting(threading.Thread):
     count, is_over = 0, False
 
@@ -146,7 +112,7 @@ def measure_thread(options: ModelOptions) -> Answer:
 def measure_costs(options: ModelOptions) -> Answer:
     """All of them, of a stack like that of `layers.py`."""
     install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
-    measured = {"last": measure_last, "engine": measure_engine, "thread": measure_thread}
+    measured = {"last": measure_last, "thread": measure_thread}
     return {name: measure(options) for name, measure in measured.items()}
 
 

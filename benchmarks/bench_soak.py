@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A million replays of layers: every loss and gradient has the bits of eager, and no memory grows.
+
+Weights stay as they are, so that a few steps, each of other packs, have one right answer each, which a first
+round takes without graphs. Freed slots are filled with NaN: what reads one late differs.
+"""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.measuring.children import Answer, Parts, measure_part
+from benchmarks.measuring.clocks import MIB
+from benchmarks.measuring.results import Figure, Measurement
+from benchmarks.subjects.hosts import check_replays, install_for
+from benchmarks.subjects.inside import graphs_of
+from benchmarks.subjects.layers import made_quickly
+from benchmarks.subjects.packs import Case, model_options
+from megagraph.demo.packs import Pack
+from megagraph.demo.trainer import ModelOptions, Trainer
+from megagraph.megatron import disable_cuda_graphs_this_step
+
+REPLAYS, STEPS, SAMPLES = 1_000_000, 8, 1000  # samples of the memory; the first one is what counts
+DOCUMENTS = 64  # the most of a pack: a document has at least a 64th of the tokens
+
+
+def used_bytes() -> dict[str, int]:
+    """Memory of this process, and all that is in use on its device."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return {"process": pages * os.sysconf("SC_PAGE_SIZE"), "device": total - free}
+
+
+def measure_soak(options: ModelOptions, replays: int) -> Answer:
+    """Steps that differ from eager, and by how many bytes memory grew after the first sample."""
+    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, poison=True)
+    trainer = made_quickly(Trainer, options)
+    steps = Case(name="soak", model=options, max_packed_seqs=(DOCUMENTS,), mean_length=48).steps(STEPS)
+
+    def outcome(packs: Sequence[Pack]) -> list[Tensor]:
+        losses = trainer.forward_backward(packs)
+        return [torch.stack(losses), *(buffer.grad_data for buffer in trainer.model.buffers)]
+
+    with disable_cuda_graphs_this_step():
+        eager = [[each.clone() for each in outcome(packs)] for packs in steps]
+    for packs in steps[:3]:  # one to warm up; before the second is the capture
+        trainer.forward_backward(packs)
+    report = graphs_of(trainer).report
+    first, start = report()["replays"], time.perf_counter()
+    count = math.ceil(replays / (options.layers * len(steps[0])))
+    differing = torch.zeros((), dtype=torch.int64, device=trainer.device)
+    memory: list[dict[str, int]] = []
+    for index in range(count):
+        found = zip(outcome(steps[index % STEPS]), eager[index % STEPS], strict=True)
+        differing += torch.stack([(one != other).any() for one, other in found]).any()
+        if (index + 1) * SAMPLES // count > len(memory):
+            memory.append(used_bytes())
+    check_replays(report(), "DISABLED")
+    grown = {what: max(sample[what] for sample in memory) - before for what, before in memory[0].items()}
+    answer = {"differing": int(differing), "steps": count, "seconds": time.perf_counter() - start}
+    return {"replays": report()["replays"] - first, "grown": grown, **answer}
+
+
+PARTS: Parts = {"replays": partial(measure_soak, model_options(256, layers=24, tokens=256), REPLAYS)}
+
+
+def figures_of(answer: Answer) -> list[Figure]:
+    grown = answer["grown"]
+    replays = {"value": answer["replays"], "bar": REPLAYS, "better": "higher"}
+    return [
+        Figure(name="replays of layers", unit="replays", **replays),
+        Figure(name="steps that differ from eager", value=answer["differing"], unit="steps", bar=0),
+        Figure(name="memory of the device, growth", value=grown["device"] / MIB, unit="MiB", bar=0),
+        Figure(name="memory of the process, growth", value=grown["process"] / MIB, unit="MiB", bar=1),
+        Figure(name="steps", value=answer["steps"], unit="steps"),
+        Figure(name="time", value=answer["seconds"], unit="s"),
+    ]
+
+
+def measure(measurement: Measurement) -> None:
+    measurement.take("replays", lambda: figures_of(measure_part(__name__, "replays", timeout=900)))
