@@ -120,7 +120,7 @@ class Captured:
         queries, keys, values, grad = inputs
         attention = _Attention(keys, values, max_seqlen)
         bank = Bank([SiteSpec(name="attention", module=attention)], str(queries.device))
-        example, kind = ops.pad_cu_seqlens(cu_seqlens, num_seqs), _C.SegmentKind.OFFSETS
+        example, kind = torch.ops.megagraph.pad_cu_seqlens(cu_seqlens, num_seqs), _C.SegmentKind.OFFSETS
         metadata = {"cu_seqlens": _C.MetadataSpec(kind=kind, example=example, source=0)}
         arguments: dict[str, Any] = {"arguments": lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]}}
         bank.capture([variant_of(queries, metadata=metadata, **arguments)])
@@ -161,7 +161,7 @@ def _compare_padded(shape: Shape) -> list[Figure]:
     for max_seqlen in (longest, shape.tokens):
         many = Captured(inputs, tight, CAPACITY, max_seqlen)
         # What the slots cost in a graph whose grids stay as they were captured.
-        fixed = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
+        fixed = atens(inputs, torch.ops.megagraph.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
         for direction in many.calls:
             us, tight_us = device_medians((many.calls[direction], alone.calls[direction]))
             title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"

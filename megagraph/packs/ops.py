@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops over packed sequences: typed wrappers over ``torch.ops.megagraph``.
+"""Ops over packed sequences: typed wrappers over those of ``torch.ops.megagraph`` that Python calls.
 
-They do not build packs and know nothing of Megatron.
+They do not build packs and know nothing of Megatron. All run on CPU and CUDA, trace under
+``torch.compile(fullgraph=True)``, and write every row of their results.
 
 Words: ``T`` physical tokens (rows of the buffer), ``N`` document slots, ``H`` heads, ``D`` head
-dimension. Offsets (``cu_seqlens``) are int32 of shape [N + 1], start at 0 and do not decrease. The
-*tail* is every row at or past the last offset. On a GPU the offsets are never read by the host, so
-their values are checked on the CPU only.
+dimension. Offsets (``cu_seqlens``) are contiguous int32 of shape [N + 1], start at 0 and do not decrease.
+The *tail* is every row at or past the last offset. Padded offsets (``cu_seqlens_padded``) are global: on
+``cp_size`` context-parallel ranks, of which this one is ``cp_rank``, every document's length is a multiple
+of 2 * cp_size (of 1 if cp_size is 1), and ``total_tokens`` are those of all ranks together, a multiple of
+cp_size.
 
-All ops run on CPU and CUDA, trace under ``torch.compile(fullgraph=True)``, and write every row of
-their results.
+What does not fit (shapes, dtypes, devices, sizes, ranks, offsets) is a ``ValueError`` that says what was
+expected. On a GPU the host never reads offsets: wrong ones give undefined rows there.
 """
 
 import enum
@@ -24,13 +27,11 @@ from megagraph import _C as _C  # registers torch.ops.megagraph
 __all__ = [
     "RopeLayout",
     "TailConvention",
-    "pad_cu_seqlens",
     "rope_thd",
     "thd_context_keys",
     "thd_gathered_rows",
     "thd_partition_indices",
     "varlen_attention",
-    "zero_tail",
 ]
 
 RopeLayout = Literal["neox", "interleaved", "mla_interleaved"]
@@ -51,48 +52,12 @@ class TailConvention(enum.Enum):
         self.extra_seqs = int(name == "empty-dummy")  # documents that the convention adds
 
 
-def pad_cu_seqlens(cu_seqlens: Tensor, capacity: int, end: int | None = None) -> Tensor:
-    """Pad document offsets to ``capacity`` documents; the slots past the real ones are empty.
-
-    Does not check that ``end`` lies at or past the last offset, and does not move anything to the host.
-
-    Args:
-        cu_seqlens: int32 [K + 1], contiguous.
-        capacity: document slots of the result, in documents.
-        end: value of the added offsets, in tokens; by default the last offset is repeated. With the
-            physical end of the buffer, the first added slot covers the tail.
-
-    Returns:
-        int32 [capacity + 1] on the same device.
-
-    Raises:
-        ValueError: if the pack holds more than ``capacity`` documents, or ``cu_seqlens`` is not a
-            contiguous 1-D int32 tensor with at least one entry.
-    """
-    out: Tensor = torch.ops.megagraph.pad_cu_seqlens(cu_seqlens, capacity, end)
-    return out
-
-
 def thd_partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
-    """List the physical rows that one context-parallel rank holds, in zigzag order.
+    """List the physical rows that one context-parallel rank holds, int32 [total_tokens / cp_size].
 
-    Does not gather them: ``x.index_select(0, indices)`` does. Each document is cut in 2 * cp_size
-    chunks; rank r takes chunks r and 2 * cp_size - 1 - r. The tail is dealt out in contiguous pieces, so
-    over all ranks every physical row appears exactly once.
-
-    Args:
-        cu_seqlens_padded: int32 [N + 1], global offsets; every document's length is a multiple of
-            2 * cp_size (of 1 if cp_size is 1).
-        total_tokens: physical tokens of all ranks together, a multiple of cp_size.
-        cp_size: number of context-parallel ranks.
-        cp_rank: this rank.
-
-    Returns:
-        int32 [total_tokens / cp_size].
-
-    Raises:
-        ValueError: if a size, the rank or (on the CPU only) an offset breaks the above. On a GPU such
-            offsets give undefined rows.
+    In zigzag order: each document is cut in 2 * cp_size chunks; rank r takes chunks r and
+    2 * cp_size - 1 - r. The tail is dealt out in contiguous pieces, so over all ranks every physical row
+    appears exactly once.
 
     Source: the layout of Transformer Engine's ``thd_get_partitioned_indices``.
     """
@@ -101,23 +66,11 @@ def thd_partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size:
 
 
 def thd_gathered_rows(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int) -> Tensor:
-    """Map the rows of a pack to rows as they are gathered, one context-parallel rank after another.
-
-    Does not gather them.
-
-    Args:
-        cu_seqlens_padded: int32 [N + 1], global offsets; every document's length is a multiple of
-            2 * cp_size.
-        total_tokens: physical tokens of all ranks together, a multiple of cp_size.
-        cp_size: number of context-parallel ranks, at least 2.
+    """Map the rows of a pack to rows as they are gathered from two ranks or more, one after another.
 
     Returns:
         int32 [2, total_tokens]: of each physical row its gathered one, and of each gathered row its
         physical one.
-
-    Raises:
-        ValueError: if a size or (on the CPU only) an offset breaks the above. On a GPU such offsets give
-            undefined rows.
     """
     out: Tensor = torch.ops.megagraph.thd_gathered_rows(cu_seqlens_padded, total_tokens, cp_size)
     return out
@@ -126,53 +79,21 @@ def thd_gathered_rows(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int
 def thd_context_keys(
     cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Lay out the keys that one context-parallel rank's queries see under a causal mask.
+    """Lay out the keys that one rank's queries see under a causal mask, on two ranks or more.
 
     A rank holds two chunks of each document, one behind the other. To attention these are two documents
     whose queries lie where they are held, and whose keys are the document's rows up to the chunk's end.
-
-    Args:
-        cu_seqlens_padded: int32 [N + 1], global offsets; every document's length is a multiple of
-            2 * cp_size.
-        total_tokens: physical tokens of all ranks together, a multiple of 2 * cp_size.
-        cp_size: number of context-parallel ranks, at least 2.
-        cp_rank: this rank.
+    ``total_tokens`` is a multiple of 2 * cp_size.
 
     Returns:
         Offsets of the queries and offsets of their keys, int32 [2 * N + 1] each; of each key the row among
         those gathered rank by rank, int32 [K] with K = total_tokens / (2 * cp_size) * (2 * cp_size + 1); and
         of each gathered row its key for a document's first and second chunk, int32 [2, total_tokens], K
         where there is none. Rows of keys past the last offset are those of any row.
-
-    Raises:
-        ValueError: if a size, the rank or (on the CPU only) an offset breaks the above. On a GPU such
-            offsets give undefined rows.
     """
     maps = torch.ops.megagraph.thd_context_keys(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
     queries, seen, keys, places = maps
     return queries, seen, keys, places
-
-
-def zero_tail(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Copy ``x`` to ``tokens`` physical rows with a zero tail. Differentiable in ``x``.
-
-    Does not read the input's tail: whatever it holds, the result's tail is zero, and so is the tail of
-    the gradient.
-
-    Args:
-        x: [T, ...], any dtype.
-        cu_seqlens: int32 [N + 1], offsets of the rows of ``x`` (after any context-parallel division).
-        tokens: rows of the result; more or fewer than T.
-
-    Returns:
-        [tokens, ...], contiguous: rows below min(cu_seqlens[-1], T, tokens) of ``x``, then zeros.
-
-    Raises:
-        ValueError: if ``x`` has no dimension, ``tokens`` is negative, the devices differ, or
-            ``cu_seqlens`` is not a contiguous 1-D int32 tensor with at least one entry.
-    """
-    out: Tensor = torch.ops.megagraph.zero_tail(x, cu_seqlens, tokens)
-    return out
 
 
 def rope_thd(
@@ -197,8 +118,7 @@ def rope_thd(
         cos: [positions, R] in the tensors' dtype, R even and at most every D_i. Dimensions from R on
             pass through.
         sin: like ``cos``.
-        cu_seqlens_padded: int32 [N + 1], global offsets; under context parallelism every document's
-            length is a multiple of 2 * cp_size.
+        cu_seqlens_padded: of the whole pack.
         layout: where the members of a pair lie: ``neox`` at (i, R / 2 + i), ``interleaved`` at
             (2i, 2i + 1), ``mla_interleaved`` at (2i, 2i + 1) in the input and (i, R / 2 + i) in the output,
             as the decoupled part of multi-latent attention has it.
@@ -209,7 +129,6 @@ def rope_thd(
         One contiguous tensor per input, of its shape. The tail is zero, in the gradients as well.
 
     Raises:
-        ValueError: if shapes, dtypes, devices, the rank or (on the CPU only) the offsets do not fit.
         IndexError: on the CPU, if a document is longer than the tables; on a GPU this is a device
             assertion.
 
@@ -250,20 +169,17 @@ def varlen_attention(
         q: [T, H, D]; on a GPU float16 or bfloat16, D a multiple of 8 and at most 256.
         k: [S, G, D] with H a multiple of G (grouped-query attention); S is T if keys have the same offsets.
         v: like k.
-        cu_seqlens: int32 [N + 1], physical offsets. Causal attention never lets a valid row see the
+        cu_seqlens: physical offsets. Causal attention never lets a valid row see the
             padding after it. Where keys have others: those of the queries, and those of the keys; a query
             attends to keys of its document's number.
         max_seqlen: no document is longer; likewise. It sizes the launch, so a constant serves many packs.
+            On a GPU the rows of a longer document are undefined.
         softmax_scale: factor on the scores; by default 1 / sqrt(D).
         causal: a row sees itself and the rows before it, else its whole document. The last query of a
             document sees all of its keys, the one before it a key less.
 
     Returns:
         [T, H, D] in q's dtype. The tail is zero, in the three gradients as well.
-
-    Raises:
-        ValueError: if shapes, dtypes, devices or (on the CPU only) the offsets do not fit. On a GPU the
-            rows of a document past ``max_seqlen`` are undefined.
 
     Source: FlashAttention-2 (Dao, 2023).
     """

@@ -241,14 +241,14 @@ def test_opcheck(device: str, op: str, change: dict[str, Any]) -> None:
 
 
 STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "pad_cu_seqlens": lambda cu, x: ops.pad_cu_seqlens(cu, 6, 9),
+    "pad_cu_seqlens": lambda cu, x: CORE.pad_cu_seqlens(cu, 6, 9),
     "thd_partition_indices": lambda cu, x: ops.thd_partition_indices(cu, x.size(0), 2, 1),
     "rope_thd": lambda cu, x: torch.cat(
         ops.rope_thd([x * 2, x[:, :1]], *(table.contiguous() for table in x.detach()[..., :8].unbind(1)), cu),
         1,
     ),
     "varlen_attention": lambda cu, x: ops.varlen_attention(x * 2, x, x, cu, 16).square(),
-    "zero_tail": lambda cu, x: ops.zero_tail(x * 2, cu, 14).square(),
+    "zero_tail": lambda cu, x: CORE.zero_tail(x * 2, cu, 14).square(),
 }
 
 
@@ -310,7 +310,7 @@ def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     )
     grad = torch.randn_like(q)
     request.getfixturevalue("host_waits_for_nothing")
-    ops.pad_cu_seqlens(few, 5, 9)
+    CORE.pad_cu_seqlens(few, 5, 9)
     ops.thd_gathered_rows(shared, 32, 4)
     ops.thd_context_keys(shared, 32, 4, 3)
     torch.autograd.grad(ops.varlen_attention(q, k, v, packed, 32), (q, k, v), grad)

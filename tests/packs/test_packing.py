@@ -15,7 +15,7 @@ from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import VariantSpec
 from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
-from megagraph.packs.ops import TailConvention, pad_cu_seqlens
+from megagraph.packs.ops import TailConvention
 
 HIDDEN, EMPTY_DUMMY = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)
@@ -143,7 +143,10 @@ def canonical(
 ) -> dict[str, list[int]]:
     given = {"actual": actual, "padded": actual if padded is None else padded}
     added = packs_of(tail, tokens, has_padded=padded is not None).added_offsets()
-    return {name: pad_cu_seqlens(given[name], num_seqs, end).tolist() for name, end in added.items()}
+    return {
+        name: torch.ops.megagraph.pad_cu_seqlens(given[name], num_seqs, end).tolist()
+        for name, end in added.items()
+    }
 
 
 @tails
