@@ -6,18 +6,22 @@ where each expert's end, and what lies past the last one is never read. Does not
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from megagraph.modules.linear_maps import linear_map
 
 __all__ = ["GroupedLinear", "SortedRows"]
 
 
-def _summed(sorted_rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-    """Each row's sum over its places, zeros for a row of no expert, [rows, H]; bfloat16 is rounded once.
+def _copied(x: Tensor, rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+    return x.index_select(0, rows)
+
+
+def _summed(sorted_rows: Tensor, rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+    """Each row's sum over its places, in one order, zeros for a row of no expert; bfloat16 is rounded once.
 
     Rows past the last offset, which no product has written, become zeros: nobody has a use for them.
     """
@@ -28,69 +32,18 @@ def _summed(sorted_rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
     return F.embedding_bag(places, sorted_rows, mode="sum")
 
 
-class _Move(torch.autograd.Function):
-    """Copies rows to their places, or sums what lies there for each row: one's gradient is the other.
-
-    Sums have one order, where atomics have none.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, offsets: Tensor, to_rows: bool) -> Tensor:
-        ctx.save_for_backward(rows, places, offsets)
-        ctx.to_rows = to_rows
-        return _summed(x, places, offsets) if to_rows else x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        rows, places, offsets = ctx.saved_tensors
-        of_x = grad.index_select(0, rows) if ctx.to_rows else _summed(grad, places, offsets)
-        return of_x, None, None, None, None
-
-
-class _PermuteProbs(torch.autograd.Function):
-    """The probabilities of the sorted rows; those of experts that were not chosen get a gradient of zero."""
-
-    @staticmethod
-    def forward(ctx: Any, probs: Tensor, picks: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(picks, offsets)
-        ctx.shape = probs.shape
-        return probs.reshape(-1).index_select(0, picks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        picks, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        torch.ops.megagraph.zero_tail_([grad], offsets)
-        # One-dimensional: of two dimensions, deterministic algorithms would make this many launches.
-        return grad.new_zeros(ctx.shape.numel()).scatter_(0, picks, grad).view(ctx.shape), None, None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SortedRows:
-    """Where the rows of a pack lie when they are sorted by expert; each has `topk` places.
+    """Where the rows of a pack lie when they are sorted by expert; each has `topk` places."""
 
-    Attributes:
-        rows: int64 [T * topk], which row is in each place.
-        picks: int64 [T * topk], which of all rows x experts is in each place; of a row of no expert any.
-        places: int64 [T, topk], the places of each row. Rows of no expert come last, past the offsets.
-        offsets: int32 [experts], where the places of each expert end.
-    """
-
-    rows: Tensor
-    picks: Tensor
-    places: Tensor
-    offsets: Tensor
+    rows: Tensor  # int64 [T * topk], which row is in each place
+    picks: Tensor  # int64 [T * topk], which of all rows x experts is there; of a row of no expert any
+    places: Tensor  # int64 [T, topk], the places of each row; of no expert they come last, past the offsets
+    offsets: Tensor  # int32 [experts], where the places of each expert end
 
     @classmethod
     def of(cls, routing_map: Tensor, topk: int) -> "SortedRows":
-        """Sorts by the choices of a router. Does not check them.
-
-        Args:
-            routing_map: bool [T, experts]; in each row either `topk` are True or none.
-            topk: choices of a row.
-        """
+        """Sorts by a router's choices, bool [T, experts]: `topk` in each row or none; not checked."""
         experts = routing_map.size(1)
         numbers = torch.arange(experts, dtype=torch.int16, device=routing_map.device)
         # One past the last expert sorts behind all of them.
@@ -111,12 +64,25 @@ class SortedRows:
 
         Past the last offset lie rows of no expert, whose gradient is zero, whatever comes back for them.
         """
-        return self._moved(x, to_rows=False)
+        return linear_map(x, _copied, _summed, self.rows, self.places, self.offsets)
 
     def permute_probs(self, probs: Tensor) -> Tensor:
-        """Probabilities [T, experts] to those of the places, [T * topk]. Differentiable once."""
-        out: Tensor = _PermuteProbs.apply(probs, self.picks, self.offsets)  # type: ignore[no-untyped-call]
-        return out
+        """Probabilities [T, experts] to those of the places, [T * topk]. Differentiable once.
+
+        Those of experts that were not chosen get a gradient of zero.
+        """
+        shape = probs.shape
+
+        def picked(probs: Tensor, picks: Tensor, _offsets: Tensor) -> Tensor:
+            return probs.reshape(-1).index_select(0, picks)
+
+        def put_back(grad: Tensor, picks: Tensor, offsets: Tensor) -> Tensor:
+            grad = grad.contiguous()
+            torch.ops.megagraph.zero_tail_([grad], offsets)
+            # One-dimensional: of two dimensions, deterministic algorithms would make this many launches.
+            return grad.new_zeros(shape.numel()).scatter_(0, picks, grad).view(shape)
+
+        return linear_map(probs, picked, put_back, self.picks, self.offsets)
 
     def combine(self, y: Tensor) -> Tensor:
         """[T * topk, H] back to [T, H]: sums over the places of each row. Differentiable once.
@@ -124,25 +90,15 @@ class SortedRows:
         Overwrites rows of `y` past the last offset with zeros, so that what nobody has written there
         reaches no result.
         """
-        return self._moved(y, to_rows=True)
-
-    def _moved(self, x: Tensor, to_rows: bool) -> Tensor:
-        out: Tensor = _Move.apply(x, self.rows, self.places, self.offsets, to_rows)  # type: ignore[no-untyped-call]
-        return out
+        return linear_map(y, _summed, _copied, self.rows, self.places, self.offsets)
 
 
 class GroupedLinear(nn.Module):
     """One linear layer for each expert, without biases, over rows sorted by expert.
 
-    `torch._grouped_mm` with offsets on the device: bfloat16 on a GPU of compute capability 8.0 or later; also
-    float32 on the CPU, where it loops over experts. An expert without rows has a weight gradient of zeros.
-
-    Args:
-        experts: how many.
-        in_features: columns of the input; a multiple of 8 in bfloat16.
-        out_features: likewise, of the output.
-        dtype: of the weight.
-        device: of the weight.
+    `torch._grouped_mm` with offsets on the device: bfloat16 on a GPU of compute capability 8.0 or later, of
+    features that are multiples of 8; also float32 on the CPU, where it loops over experts. An expert without
+    rows has a weight gradient of zeros.
 
     Attributes:
         weight: [experts, out_features, in_features], not initialized.
@@ -158,20 +114,14 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | int,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(experts, out_features, in_features, dtype=dtype, device=device)
-        )
+        weight = torch.empty(experts, out_features, in_features, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Multiplies the rows of each expert with its weight.
+        """Multiplies the rows [R, in_features] of each expert with its weight, to [R, out_features].
 
-        Args:
-            x: [R, in_features], sorted by expert.
-            offsets: int32 [experts], where the rows of each end.
-
-        Returns:
-            [R, out_features]. Rows at or past the last offset are not written: they hold anything. So do
-            those of the gradient of `x`.
+        They are sorted by expert, and those of each end at its offset, int32 [experts]. Rows at or past the
+        last one are not written: they hold anything. So do those of the gradient of `x`.
 
         Raises:
             ValueError: on a GPU in another dtype than bfloat16, in which torch would wait for the offsets.

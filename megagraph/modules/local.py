@@ -4,32 +4,25 @@
 They refuse what they do not do: attention does not drop out or window.
 
 Context-parallel ranks that share a pack hold their rows in zigzag order
-(`megagraph.packs.ops.thd_partition_indices`), and each attends for its own queries. Nothing here reads the
-offsets on the host, so that it can be captured; collectives are torch's, of the group that is given.
+(`megagraph.packs.ops.thd_partition_indices`), and each attends for its own queries. Offsets are global and
+physical then, every document's length a multiple of twice the number of ranks, and no document longer than
+`max_seqlen`, all ranks together. Nothing here reads the offsets on the host, so that it can be captured;
+collectives are torch's, of the group that is given.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
-from torch.autograd.function import once_differentiable
 
+from megagraph.modules.linear_maps import linear_map
 from megagraph.packs import ops
 
 __all__ = ["Norm", "VarlenAttention"]
 
-
-class _SharedPack(NamedTuple):
-    """A pack, and the ranks that share it.
-
-    Its offsets are global and physical, every document's length a multiple of twice the number of ranks, and
-    no document longer than `max_seqlen`, all ranks together.
-    """
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-    group: distributed.ProcessGroup  # two ranks or more
+_Group = distributed.ProcessGroup
 
 
 def _attend(
@@ -38,43 +31,43 @@ def _attend(
     value: Tensor,
     cu_seqlens: Tensor | tuple[Tensor, Tensor],
     max_seqlen: int | tuple[int, int],
-    softmax_scale: float | None,
-    causal: bool,
+    **how: Any,
 ) -> Tensor:
-    """Attention inside each document. Values of fewer dimensions than the keys are padded with zeros."""
+    """Attention inside each document; `how` are the op's options.
+
+    Values of fewer dimensions than the keys are padded with zeros.
+    """
     dim, kept = key.size(-1), value.size(-1)
     padded = F.pad(value, (0, dim - kept)) if kept < dim else value
-    out = ops.varlen_attention(
-        query, key, padded, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal
-    )
+    out = ops.varlen_attention(query, key, padded, cu_seqlens, max_seqlen, **how)
     return out if kept == dim else out[..., :kept]  # all of them are no view: its gradient would be a copy
 
 
-class _GatherKeys(torch.autograd.Function):
-    """The keys that this rank's queries see, of local rows of all ranks; gradients add up in their order."""
+def _exchanged(parts: Tensor, group: _Group) -> Tensor:
+    received = torch.empty_like(parts)
+    distributed.all_to_all_single(received, parts, group=group)
+    return received
 
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, keys: Tensor, places: Tensor, group: Any) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.group = group
-        gathered = local.new_empty(group.size() * local.size(0), *local.shape[1:])
-        distributed.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return gathered.index_select(0, keys)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        exact = torch.promote_types(grad.dtype, torch.float32)
-        # One row more, of zeros: for rows that a chunk does not see.
-        seen = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-        of_first, of_second = (seen.index_select(0, of_chunk) for of_chunk in places)
-        mine = (of_first.to(exact) + of_second).to(grad.dtype).unflatten(0, (ctx.group.size(), -1))
-        return _exchanged(mine, ctx.group).sum(0, dtype=exact).to(grad.dtype), None, None, None
+def _gathered(local: Tensor, keys: Tensor, _places: Tensor, group: _Group) -> Tensor:
+    """The keys that this rank's queries see, of local rows of all ranks."""
+    gathered = local.new_empty(group.size() * local.size(0), *local.shape[1:])
+    distributed.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+    return gathered.index_select(0, keys)
+
+
+def _added_up(grad: Tensor, _keys: Tensor, places: Tensor, group: _Group) -> Tensor:
+    """The gradient of local rows: all ranks' parts, in the order of the ranks."""
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    # One row more, of zeros: for rows that a chunk does not see.
+    seen = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+    of_first, of_second = (seen.index_select(0, of_chunk) for of_chunk in places)
+    mine = (of_first.to(exact) + of_second).to(grad.dtype).unflatten(0, (group.size(), -1))
+    return _exchanged(mine, group).sum(0, dtype=exact).to(grad.dtype)
 
 
 def _attend_gathered(
-    query: Tensor, key: Tensor, value: Tensor, pack: _SharedPack, softmax_scale: float | None, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, group: _Group, **how: Any
 ) -> Tensor:
     """Causal attention for this rank's rows, over keys and values gathered from all ranks.
 
@@ -83,76 +76,50 @@ def _attend_gathered(
     same work, whatever the documents' lengths. Queries are [T / c, H, D], this rank's rows of T on c ranks; T
     is a multiple of 2 * c.
     """
-    if not causal:
+    if not how["causal"]:
         raise ValueError("VarlenAttention: all_gather needs a causal mask, got none; a2a takes any")
-    size, rank = pack.group.size(), pack.group.rank()
-    total = size * query.size(0)
-    chunk = -(-pack.max_seqlen // (2 * size))  # of the longest document
-    offsets_q, offsets_k, keys, places = ops.thd_context_keys(pack.cu_seqlens, total, size, rank)
-    seen = _GatherKeys.apply(torch.cat([key, value], -1), keys, places, pack.group)  # type: ignore[no-untyped-call]
+    size, rank = group.size(), group.rank()
+    chunk = -(-max_seqlen // (2 * size))  # of the longest document
+    offsets_q, offsets_k, *maps = ops.thd_context_keys(cu_seqlens, size * query.size(0), size, rank)
+    there, back = partial(_gathered, group=group), partial(_added_up, group=group)
+    seen = linear_map(torch.cat([key, value], -1), there, back, *maps)
     seen_key, seen_value = seen.split([key.size(-1), value.size(-1)], -1)
     offsets, longest = (offsets_q, offsets_k), (chunk, chunk * (2 * size - rank))
-    return _attend(query, seen_key, seen_value, offsets, longest, softmax_scale, causal)
+    return _attend(query, seen_key, seen_value, offsets, longest, **how)
 
 
-class _ExchangeHeads(torch.autograd.Function):
-    """Local rows of all heads to all rows of local heads, in the order of documents; or back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, maps: Tensor, group: Any, to_heads: bool) -> Tensor:
-        ctx.save_for_backward(maps)
-        ctx.group, ctx.to_heads = group, to_heads
-        return _to_heads(rows, maps, group) if to_heads else _to_rows(rows, maps, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (maps,) = ctx.saved_tensors
-        back = _to_rows if ctx.to_heads else _to_heads
-        return back(grad, maps, ctx.group), None, None, None
-
-
-def _exchanged(parts: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    received = torch.empty_like(parts)
-    distributed.all_to_all_single(received, parts, group=group)
-    return received
-
-
-def _to_heads(rows: Tensor, maps: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    """[T / c, H, D] to [T, H / c, D]."""
+def _to_heads(rows: Tensor, maps: Tensor, group: _Group) -> Tensor:
+    """Local rows of all heads [T / c, H, D] to all rows of local heads [T, H / c, D], by documents."""
     count, heads, dim = rows.shape
     parts = rows.view(count, group.size(), heads // group.size(), dim).transpose(0, 1).contiguous()
     return _exchanged(parts, group).flatten(0, 1).index_select(0, maps[0])
 
 
-def _to_rows(rows: Tensor, maps: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    """[T, H / c, D] to [T / c, H, D]."""
+def _to_rows(rows: Tensor, maps: Tensor, group: _Group) -> Tensor:
+    """Back again."""
     parts = rows.index_select(0, maps[1]).view(group.size(), -1, *rows.shape[1:])
     return _exchanged(parts, group).transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _attend_over_heads(
-    query: Tensor, key: Tensor, value: Tensor, pack: _SharedPack, softmax_scale: float | None, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, group: _Group, **how: Any
 ) -> Tensor:
     """Attention over the whole pack for this rank's share of the heads.
 
     Queries, keys, values and the output travel once each way.
     """
-    size = pack.group.size()
+    size = group.size()
     for heads, name in ((query.size(1), "query heads"), (key.size(1), "query groups")):
         if heads % size:
             raise ValueError(
                 f"attend_over_heads: expected a multiple of {size} {name}, got {heads}; "
                 "all_gather takes any number"
             )
-    maps = ops.thd_gathered_rows(pack.cu_seqlens, size * query.size(0), size)
-    query, key, value = (
-        _ExchangeHeads.apply(rows, maps, pack.group, True)  # type: ignore[no-untyped-call]
-        for rows in (query, key, value)
-    )
-    out = _attend(query, key, value, pack.cu_seqlens, pack.max_seqlen, softmax_scale, causal)
-    made: Tensor = _ExchangeHeads.apply(out, maps, pack.group, False)  # type: ignore[no-untyped-call]
-    return made
+    maps = ops.thd_gathered_rows(cu_seqlens, size * query.size(0), size)
+    there, back = partial(_to_heads, group=group), partial(_to_rows, group=group)
+    query, key, value = (linear_map(rows, there, back, maps) for rows in (query, key, value))
+    out = _attend(query, key, value, cu_seqlens, max_seqlen, **how)
+    return linear_map(out, back, there, maps)
 
 
 # What Megatron calls the ways to share a pack; a ring (`p2p`) is its default, and here not one of them.
@@ -170,11 +137,10 @@ def _unknown(cp_comm_type: str | None) -> ValueError:
 
 
 def _is_causal(attn_mask_type: Any) -> bool:
-    if attn_mask_type.name in ("causal", "padding_causal"):
-        return True
-    if attn_mask_type.name in ("no_mask", "padding"):
-        return False
-    raise ValueError(f"VarlenAttention: expected a causal mask or none, got {attn_mask_type.name}")
+    name: str = attn_mask_type.name
+    if name not in ("causal", "padding_causal", "no_mask", "padding"):
+        raise ValueError(f"VarlenAttention: expected a causal mask or none, got {name}")
+    return name.endswith("causal")
 
 
 class VarlenAttention(nn.Module):
@@ -186,16 +152,9 @@ class VarlenAttention(nn.Module):
     multi-latent attention, are padded with zeros. Context-parallel ranks share a pack as it says
     (`local_cp_size`, `cp_group`), else as the config does; its `max_seqlen` is of all ranks together.
 
-    Args:
-        config: Megatron's `TransformerConfig`.
-        layer_number: from 1; says which entry of a config's list is this layer's.
-        attn_mask_type: Megatron's `AttnMaskType`; causal ones and `no_mask`.
-        attention_type: `self`.
-        attention_dropout: expected to be 0; by default the config's.
-        softmax_scale: by default 1 / sqrt(head dimension).
-        further: of what Megatron hands over, `cp_comm_type` says how ranks share a pack: `all_gather`, which
-            `p2p` and None stand for, too, or `a2a`; and `pg_collection` has their group, `cp`. Megatron hands
-            over the former only where all packs are shared; else it is the config's, of this layer.
+    Of what Megatron hands over, `cp_comm_type` says how ranks share a pack: `all_gather`, which `p2p` and
+    None stand for, too, or `a2a`; and `pg_collection` has their group, `cp`. Megatron hands over the former
+    only where all packs are shared; else it is the config's, of this layer (`layer_number`, from 1).
 
     Raises:
         ValueError: naming the option of the config that this attention does not have.
@@ -230,7 +189,7 @@ class VarlenAttention(nn.Module):
                 raise ValueError(f"VarlenAttention: expected {option} {expected}, got {found}")
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type
-        self.cp_group: distributed.ProcessGroup | None = None
+        self.cp_group: _Group | None = None
         if config.context_parallel_size > 1:
             self.cp_group = getattr(further.get("pg_collection"), "cp", None)
             if self.cp_group is None:
@@ -251,19 +210,10 @@ class VarlenAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attends.
+        """Attends: [T, H, D] to [T, H * V] in a pack, else [S, B, H, D] to [S, B, H * V].
 
-        Args:
-            query: [T, H, D] in a pack, else [S, B, H, D].
-            key: as the query, with as many heads as there are query groups.
-            value: as the key; its last dimension V may be smaller.
-            attention_mask: not read in a pack; unpacked, expected to be the causal one or None.
-            attn_mask_type: in place of the constructor's.
-            attention_bias: expected to be None.
-            packed_seq_params: the pack, or None.
-
-        Returns:
-            [T, H * V] in a pack, else [S, B, H * V].
+        Keys have as many heads as there are query groups, and values V dimensions, at most D. The mask is not
+        read in a pack; unpacked, it is expected to be the causal one or None.
         """
         if attention_bias is not None:
             raise ValueError("VarlenAttention: expected no attention_bias, got one")
@@ -275,25 +225,24 @@ class VarlenAttention(nn.Module):
             if self.cp_group is not None:
                 raise ValueError("VarlenAttention: context-parallel ranks share packs only, got none")
             return self._unpacked(query, key, value, causal).flatten(2)
-        padded_offsets = (
-            packed_seq_params.cu_seqlens_q_padded
-        )  # bound physical rows; without any the others do
-        if padded_offsets is not None and not causal:
+        offsets = packed_seq_params.cu_seqlens_q_padded  # bound physical rows; without any the others do
+        if offsets is not None and not causal:
             raise ValueError("VarlenAttention: padding inside a pack needs a causal mask, got none")
-        offsets = packed_seq_params.cu_seqlens_q if padded_offsets is None else padded_offsets
+        if offsets is None:
+            offsets = packed_seq_params.cu_seqlens_q
         longest, group = int(packed_seq_params.max_seqlen_q), self._group_of(packed_seq_params)
+        how: dict[str, Any] = {"softmax_scale": self.softmax_scale, "causal": causal}
         if group is None:
-            return _attend(query, key, value, offsets, longest, self.softmax_scale, causal).flatten(1)
+            return _attend(query, key, value, offsets, longest, **how).flatten(1)
         if self.cp_comm_type not in _WAYS:  # of the config alone, whose other users may know it
             raise _unknown(self.cp_comm_type)
         attend = _WAYS[self.cp_comm_type]
-        pack = _SharedPack(cu_seqlens=offsets, max_seqlen=longest, group=group)
-        return attend(query, key, value, pack, self.softmax_scale, causal).flatten(1)
+        return attend(query, key, value, offsets, longest, group, **how).flatten(1)
 
-    def _group_of(self, params: Any) -> distributed.ProcessGroup | None:
+    def _group_of(self, params: Any) -> _Group | None:
         """The ranks that share a pack, or None for this one alone."""
         size = getattr(params, "local_cp_size", None)
-        group: distributed.ProcessGroup | None = getattr(params, "cp_group", None)
+        group: _Group | None = getattr(params, "cp_group", None)
         if size is None:
             return self.cp_group if self.cp_group is not None and self.cp_group.size() > 1 else None
         if size > 1 and (group is None or group.size() != size):
@@ -305,7 +254,7 @@ class VarlenAttention(nn.Module):
         length, batch = query.shape[:2]
         q, k, v = (it.transpose(0, 1).flatten(0, 1) for it in (query, key, value))
         offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        out = _attend(q, k, v, offsets, length, self.softmax_scale, causal)
+        out = _attend(q, k, v, offsets, length, softmax_scale=self.softmax_scale, causal=causal)
         return out.view(batch, length, *out.shape[1:]).transpose(0, 1).contiguous()
 
 
@@ -317,12 +266,6 @@ class Norm(nn.Module):
     own rows, so the parameters are marked `sequence_parallel`, and Megatron sums their gradients over
     the tensor-parallel ranks. `persist_layer_norm` names a kernel of Apex and is not read.
 
-    Args:
-        config: Megatron's `TransformerConfig`: `normalization`, `layernorm_zero_centered_gamma`,
-            `sequence_parallel`.
-        hidden_size: entries of the last dimension.
-        eps: added to the variance, or to the mean square.
-
     Raises:
         ValueError: naming the option of the config that this norm does not have.
     """
@@ -331,13 +274,12 @@ class Norm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        if config.normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(
-                f"Norm: expected normalization 'LayerNorm' or 'RMSNorm', got {config.normalization!r}"
-            )
+        normalization: str = config.normalization
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"Norm: expected normalization 'LayerNorm' or 'RMSNorm', got {normalization!r}")
         if config.memory_efficient_layer_norm:
             raise ValueError("Norm: expected memory_efficient_layer_norm False, got True")
-        self.normalization: str = config.normalization
+        self.normalization = normalization
         self.is_zero_centered: bool = config.layernorm_zero_centered_gamma
         self.normalized_shape = (hidden_size,)
         self.eps = eps

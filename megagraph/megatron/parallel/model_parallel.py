@@ -10,15 +10,14 @@ alone. A stage of a pipeline, whose rows other stages see, takes packs that fill
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, distributed, nn
 
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of
 from megagraph.megatron.seams import GPT_FORWARD
+from megagraph.modules.linear_maps import linear_map
 
 __all__ = [
     *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "shared_anew", "slots_of"),
@@ -39,29 +38,24 @@ def splits(given: int, wanted: int, rank: int, size: int) -> tuple[list[int], li
     return [overlap(rank, peer) for peer in range(size)], [overlap(peer, rank) for peer in range(size)]
 
 
-class _SharedAnew(torch.autograd.Function):
+def shared_anew(rows: Tensor, wanted: int, group: Any) -> Tensor:
     """This rank's rows once every rank of a group has as many as are wanted.
 
     Rows that are added are zero; rows that are dropped get a gradient of zero. Nothing is computed, rows move
     only. Every rank of the group has as many, and calls this, and so its backward, equally often.
     """
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, wanted: int, group: Any) -> Tensor:
-        ctx.given, ctx.group = rows.size(0), group
-        sent, got = splits(ctx.given, wanted, distributed.get_rank(group), distributed.get_world_size(group))
-        moved = rows.new_empty(wanted, *rows.shape[1:])
-        moved[sum(got) :].zero_()
+    def moved(rows: Tensor, wanted: int) -> Tensor:
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        sent, got = splits(rows.size(0), wanted, rank, size)
+        out = rows.new_empty(wanted, *rows.shape[1:])
+        out[sum(got) :].zero_()
         mine = rows[: sum(sent)].contiguous()
-        distributed.all_to_all_single(moved[: sum(got)], mine, got, sent, group=group)
-        return moved
+        distributed.all_to_all_single(out[: sum(got)], mine, got, sent, group=group)
+        return out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return shared_anew(gradients[0], ctx.given, ctx.group), None, None
-
-
-shared_anew: Callable[[Tensor, int, Any], Tensor] = _SharedAnew.apply
+    given = rows.size(0)
+    return linear_map(rows, lambda rows: moved(rows, wanted), lambda grad: moved(grad, given))
 
 
 class TensorRanks:
