@@ -69,27 +69,16 @@ class ScheduleLimits:
         return -(-length // (cp_size * step)) * step
 
     def capacity(self, cp_size: int, *, extra_seqs: int = 0) -> Capacity:
-        """What holds every pack of a size that a schedule can have.
-
-        Args:
-            cp_size: ranks that share the pack.
-            extra_seqs: documents that the convention of the tail adds.
-        """
-        tokens = self.max_seqlen_per_dp_cp_rank
-        return Capacity(
-            tokens=tokens, num_seqs=self.max_packed_seqs + extra_seqs, max_seqlen=tokens * cp_size
-        )
+        """What holds every pack of `cp_size` ranks; the tail's convention adds `extra_seqs` documents."""
+        tokens, num_seqs = self.max_seqlen_per_dp_cp_rank, self.max_packed_seqs + extra_seqs
+        return Capacity(tokens=tokens, num_seqs=num_seqs, max_seqlen=tokens * cp_size)
 
 
 def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedule:
     """Deals documents out to ranks and micro-batches; every one runs exactly once.
 
     Takes the fewest micro-batches it finds, and makes the largest sum of costs of a rank small. Ranks that
-    call it with equal arguments get equal schedules.
-
-    Args:
-        lengths: of all documents of the step, on all ranks in the same order; each at least 1.
-        limits: of the schedule.
+    call it with equal arguments, the lengths of all documents of the step, get equal schedules.
 
     Raises:
         ValueError: if a limit is out of range, a document is too long for the largest group, there are fewer
@@ -105,19 +94,12 @@ Document = Mapping[str, Tensor]
 
 
 class Contents(NamedTuple):
-    """What one rank brings to a step.
+    """What one rank brings to a step."""
 
-    Args:
-        lengths: of its documents, in tokens.
-        dtypes: of their tensors, by name; empty where it has no document.
-        error: what is wrong with them; None if nothing is.
-        is_over: it has no further step.
-    """
-
-    lengths: tuple[int, ...] = ()
-    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
-    error: str | None = None
-    is_over: bool = False
+    lengths: tuple[int, ...] = ()  # of its documents, in tokens
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()  # of their tensors, by name; empty without a document
+    error: str | None = None  # what is wrong with them
+    is_over: bool = False  # it has no further step
 
 
 def contents_of(documents: Sequence[Document]) -> Contents:
@@ -126,15 +108,16 @@ def contents_of(documents: Sequence[Document]) -> Contents:
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     for index, document in enumerate(documents):
         own = tuple(sorted((name, tensor.dtype) for name, tensor in document.items()))
+        shapes = sorted({tuple(tensor.shape) for tensor in document.values()})
+        wrong = ""
         if not own or (dtypes and own != dtypes):
-            return Contents(error=f"document {index}: expected tensors {dict(dtypes) or ''}, got {dict(own)}")
-        shapes = {tuple(tensor.shape) for tensor in document.values()}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
-            return Contents(
-                error=f"document {index}: expected tensors of one shape [L], got {sorted(shapes)}"
-            )
+            wrong = f"expected tensors {dict(dtypes) or ''}, got {dict(own)}"
+        elif len(shapes) != 1 or len(shapes[0]) != 1:
+            wrong = f"expected tensors of one shape [L], got {shapes}"
+        if wrong:
+            return Contents(error=f"document {index}: {wrong}")
         dtypes = own
-        lengths.append(next(iter(shapes))[0])
+        lengths += shapes[0]
     return Contents(tuple(lengths), dtypes)
 
 
@@ -157,16 +140,9 @@ def gather_contents(own: Contents, group: distributed.ProcessGroup) -> list[Cont
 
 
 def share(tensor: Tensor, rows: int, size: int, place: int) -> Tensor:
-    """The rows of one document that one rank of a group holds; zeros past the document's end.
+    """The rows [rows, ...] of a document [L, ...] that a rank holds; zeros past the document's end.
 
-    Args:
-        tensor: [L, ...].
-        rows: of each rank; even if `size` is not 1.
-        size: ranks of the group.
-        place: of the rank in the group.
-
-    Returns:
-        [rows, ...].
+    The rank is in some `place` of a group of `size`. If that is not 1, each has an even number of rows.
     """
     padded = torch.cat([tensor, tensor.new_zeros(rows * size - tensor.size(0), *tensor.shape[1:])])
     if size == 1:
@@ -183,19 +159,11 @@ def deal(
     group: distributed.ProcessGroup,
     device: torch.device,
 ) -> list[dict[str, Tensor]]:
-    """Exchanges documents once. Collective; every byte goes to those ranks only that need it.
+    """Exchanges this rank's documents once. Collective; every byte goes to those ranks only that need it.
 
-    Args:
-        documents: of this rank.
-        every: what each rank brings, as `gather_contents` returns it. The schedule counts documents through:
-            rank 0's first.
-        schedule: of all documents.
-        limits: that it was made with.
-        group: whose ranks the schedule counts.
-        device: where the exchange happens.
-
-    Returns:
-        This rank's share of its pack in each micro-batch, by name: [rows of the pack's documents, in turn].
+    The schedule counts the documents of every rank of the group through, rank 0's first. The exchange happens
+    on the device. Returns this rank's share of its pack in each micro-batch, by name: [rows of the pack's
+    documents, in turn].
     """
     lengths = [length for contents in every for length in contents.lengths]
     owners = [rank for rank, contents in enumerate(every) for _ in contents.lengths]
@@ -205,7 +173,7 @@ def deal(
     nothing = torch.empty(0, sum(widths), dtype=torch.uint8, device=device)  # rows are bytes of all tensors
 
     outgoing: list[list[Tensor]] = [[] for _ in every]
-    for pack in (pack for packs in schedule.micro_batches for pack in packs):
+    for pack in itertools.chain.from_iterable(schedule.micro_batches):
         for document in (index for index in pack.documents if owners[index] == group.rank()):
             rows = limits.rows(lengths[document], pack.cp_size)
             tensors = (documents[document - first][name].to(device).unsqueeze(1) for name, _ in dtypes)
@@ -228,18 +196,13 @@ def deal(
     )
 
     # By rank; a rank's documents are in the order of the packs.
-    of_owner = [
-        iter(rows.split(sizes)) for rows, sizes in zip(taken.split(taken_rows), incoming, strict=True)
-    ]
-    dealt = []
-    for pack in packs:
-        whole = torch.cat([next(of_owner[owners[document]]) for document in pack.documents])
-        columns = zip(dtypes, whole.split(widths, dim=1), strict=True)
-        # Copied: a dtype is not viewed where its bytes are not aligned.
-        dealt.append(
-            {
-                name: column.clone(memory_format=torch.contiguous_format).view(dtype).flatten()
-                for (name, dtype), column in columns
-            }
-        )
+    parts = zip(taken.split(taken_rows), incoming, strict=True)
+    of_owner = [iter(rows.split(sizes)) for rows, sizes in parts]
+    dealt: list[dict[str, Tensor]] = [{} for _ in packs]
+    for tensors_of_pack, pack in zip(dealt, packs, strict=True):
+        rows_of_pack = torch.cat([next(of_owner[owners[document]]) for document in pack.documents])
+        for (name, dtype), column in zip(dtypes, rows_of_pack.split(widths, dim=1), strict=True):
+            # Copied: a dtype is not viewed where its bytes are not aligned.
+            copied = column.clone(memory_format=torch.contiguous_format)
+            tensors_of_pack[name] = copied.view(dtype).flatten()
     return dealt
