@@ -37,30 +37,18 @@ _NOT_OPTIONS = frozenset(
 )
 
 
-def _choice(*names: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
-        return str(value)
-
-    return parse
+def _choice(value: Any, names: Collection[str]) -> str:
+    if value not in names:
+        raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
+    return str(value)
 
 
-def _list_of(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _list(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Of a list, of text with commas, or of one value alone."""
-
-    def parse_all(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str):
-            return tuple(parse(part.strip()) for part in value.split(",") if part.strip())
-        if isinstance(value, Collection) and not isinstance(value, Mapping):
-            return tuple(map(parse, value))
-        return (parse(value),)
-
-    return parse_all
-
-
-def _or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else parse(value)
+    if isinstance(value, str):
+        return tuple(parse(part.strip()) for part in value.split(",") if part.strip())
+    is_list = isinstance(value, Collection) and not isinstance(value, Mapping)
+    return tuple(map(parse, value if is_list else [value]))
 
 
 def _integer(value: Any, at_least: int | None = None) -> int:
@@ -77,17 +65,13 @@ def _integer(value: Any, at_least: int | None = None) -> int:
 
 
 _positive = partial(_integer, at_least=1)
-_SWITCHES = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def _boolean(value: Any) -> bool:
-    switch = _SWITCHES.get(str(value).lower())
-    if switch is None:
+    if (switch := str(value).lower()) not in (*_ON, *_OFF):
         raise ValueError(f"expected true or false, got {value!r}")
-    return switch
+    return switch in _ON
 
 
 def _path(value: Any) -> Path | None:
@@ -114,7 +98,7 @@ def _capacity(value: Any) -> Capacity:
 def _tail(value: Any) -> TailConvention:
     if isinstance(value, TailConvention):
         return value
-    return TailConvention(_choice(*(convention.value for convention in TailConvention))(value))
+    return TailConvention(_choice(value, [convention.value for convention in TailConvention]))
 
 
 def _verify(value: Any) -> str | int:
@@ -142,7 +126,7 @@ def graph_modules(value: Any) -> tuple[str, ...]:
     """
     if value is None or value in ("full", ["full"], ("full",)):
         return ()
-    return tuple(dict.fromkeys(_list_of(_module)(value)))
+    return tuple(dict.fromkeys(_list(value, _module)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,37 +168,37 @@ class GraphConfig:
             and what came.
     """
 
-    # With each type what makes its value of what Python, a TOML file or a variable says.
-    mode: Annotated[str, _choice("graph", "eager", "off")] = "graph"
-    cuda_graph_max_packed_seqs: Annotated[tuple[int, ...], _list_of(_integer)] = ()
-    max_seqlen_per_dp_cp_rank: Annotated[int | None, _or_none(_integer)] = None
-    max_seqlen: Annotated[int | None, _or_none(_integer)] = None
-    capacities: Annotated[tuple[Capacity, ...], _list_of(_capacity)] = ()
-    cp_sizes: Annotated[tuple[int, ...], _list_of(_positive)] = ()
+    # With each type what makes its value of what Python, a TOML file or a variable says. A None that is the
+    # default stays.
+    mode: Annotated[str, partial(_choice, names=("graph", "eager", "off"))] = "graph"
+    cuda_graph_max_packed_seqs: Annotated[tuple[int, ...], partial(_list, parse=_integer)] = ()
+    max_seqlen_per_dp_cp_rank: Annotated[int | None, _integer] = None
+    max_seqlen: Annotated[int | None, _integer] = None
+    capacities: Annotated[tuple[Capacity, ...], partial(_list, parse=_capacity)] = ()
+    cp_sizes: Annotated[tuple[int, ...], partial(_list, parse=_positive)] = ()
     cuda_graph_warmup_steps: Annotated[int, _positive] = 3
     cuda_graph_max_states: Annotated[int, _positive] = 8
-    cuda_graph_slots: Annotated[int | None, _or_none(_positive)] = None
+    cuda_graph_slots: Annotated[int | None, _positive] = None
     cuda_graph_modules: Annotated[tuple[str, ...], graph_modules] = ()
-    cuda_graph_granularity: Annotated[str, _choice("layer", "chunk")] = "layer"
+    cuda_graph_granularity: Annotated[str, partial(_choice, names=("layer", "chunk"))] = "layer"
     verify: Annotated[str | int, _verify] = "capture"
     tail: Annotated[TailConvention, _tail] = TailConvention.HIDDEN
     progress: Annotated[bool, _boolean] = True
     poison: Annotated[bool, _boolean] = False
-    report: Annotated[Path | None, _or_none(_path)] = None
+    report: Annotated[Path | None, _path] = None
     log_interval: Annotated[int, partial(_integer, at_least=0)] = 100
     cuda_graph_nvtx: Annotated[bool, _boolean] = False
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
+            (_type, parse), value = get_args(option.type), getattr(self, option.name)
+            if value is None and option.default is None:
+                continue
             try:
-                _type, parse = get_args(option.type)
-                parsed = parse(getattr(self, option.name))
+                parsed = parse(value)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{option.name}: {error}") from error
             object.__setattr__(self, option.name, parsed)  # as a frozen dataclass sets its own fields
-        self._check_capacities()
-
-    def _check_capacities(self) -> None:
         counts, tokens = self.cuda_graph_max_packed_seqs, self.max_seqlen_per_dp_cp_rank
         if self.capacities and (counts or tokens is not None or self.max_seqlen is not None):
             raise ValueError(
@@ -224,7 +208,7 @@ class GraphConfig:
         if bool(counts) != (tokens is not None):
             raise ValueError(
                 "cuda_graph_max_packed_seqs and max_seqlen_per_dp_cp_rank: expected both or neither, got "
-                f"{self.cuda_graph_max_packed_seqs or None} and {self.max_seqlen_per_dp_cp_rank}"
+                f"{counts or None} and {tokens}"
             )
         if self.max_seqlen is not None and not counts:
             raise ValueError("max_seqlen: expected together with cuda_graph_max_packed_seqs")
@@ -232,42 +216,28 @@ class GraphConfig:
             raise ValueError(f"cp_sizes: expected ascending powers of two, got {self.cp_sizes}")
         largest = max(self.cp_sizes, default=1)
         for capacity in self.all_capacities(largest):
-            tokens = capacity.tokens * largest
-            if self.tail is not TailConvention.HIDDEN and capacity.max_seqlen < tokens:
+            whole, longest = capacity.tokens * largest, capacity.max_seqlen
+            if self.tail is not TailConvention.HIDDEN and longest < whole:
                 raise ValueError(
                     f"tail: {self.tail.value!r} makes a document as long as the tail, which needs a "
-                    f"max_seqlen of {tokens}, got {capacity.max_seqlen}"
+                    f"max_seqlen of {whole}, got {longest}"
                 )
 
     def all_capacities(self, cp_size: int = 1) -> tuple[Capacity, ...]:
-        """The configured bank of capacities, smallest first; empty where it is to be learned.
-
-        Args:
-            cp_size: ranks that share a pack.
-        """
-        if self.capacities:
+        """The capacities of packs that ranks share, smallest first; empty if they are to be learned."""
+        tokens, counts = self.max_seqlen_per_dp_cp_rank, sorted(set(self.cuda_graph_max_packed_seqs))
+        if tokens is None:
             return tuple(sorted(capacity.shared_by(cp_size) for capacity in self.capacities))
-        tokens = self.max_seqlen_per_dp_cp_rank
-        return tuple(
-            Capacity(
-                tokens=tokens,
-                num_seqs=num_seqs,
-                max_seqlen=tokens * cp_size if self.max_seqlen is None else self.max_seqlen,
-            )
-            for num_seqs in sorted(set(self.cuda_graph_max_packed_seqs))
-            if tokens is not None
-        )
+        longest = tokens * cp_size if self.max_seqlen is None else self.max_seqlen
+        return tuple(Capacity(tokens=tokens, num_seqs=count, max_seqlen=longest) for count in counts)
 
     @classmethod
     def from_mapping(
         cls, values: Mapping[str, Any], *, source: str, base: "GraphConfig | None" = None
     ) -> "GraphConfig":
-        """Builds a config from named values, as TOML or the environment spell them.
+        """Builds a config from named values, as TOML or the environment spell them; they go before `base`.
 
-        Args:
-            values: the documented keys; `cuda_graph_scope` is taken as `cuda_graph_modules`.
-            source: named in errors.
-            base: what the values go before; by default the defaults.
+        `cuda_graph_scope` is taken as `cuda_graph_modules`. The source is named in errors.
 
         Raises:
             ValueError: for an unknown key or a value of the wrong kind, naming both and the source.
@@ -277,10 +247,9 @@ class GraphConfig:
             if "cuda_graph_modules" in values:
                 raise ValueError(f"{source}: expected cuda_graph_modules or cuda_graph_scope, got both")
             values["cuda_graph_modules"] = values.pop("cuda_graph_scope")
-        known = {field.name for field in dataclasses.fields(cls)}
-        for key in values:
-            if key not in known:
-                raise ValueError(f"{source}: unknown option {key!r}; choose from {', '.join(sorted(known))}")
+        known = sorted(field.name for field in dataclasses.fields(cls))
+        if unknown := [key for key in values if key not in known]:
+            raise ValueError(f"{source}: unknown option {unknown[0]!r}; choose from {', '.join(known)}")
         # One way of naming capacities takes the place of the other.
         if "capacities" in values:
             values = {**dict.fromkeys(_SHORT_FORM), "cuda_graph_max_packed_seqs": (), **values}
