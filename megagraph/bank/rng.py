@@ -14,7 +14,7 @@ import operator
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy
 import torch
@@ -31,28 +31,47 @@ __all__ = [
 ]
 
 
-class Rewinds:
-    """Follows one stream, whose state is set inside `setting()` only, past the places where it is set."""
+_Made = TypeVar("_Made")
 
-    def __init__(self, stream: torch.Generator) -> None:
-        self._stream = stream
-        # How far the stream had got, while it is set elsewhere.
-        self._reached: Tensor | None = None
-        self._set_to: Tensor | None = None
-        self._has_drawn = False
 
-    @contextlib.contextmanager
-    def setting(self) -> Iterator[None]:
-        """Entered around what sets the stream."""
-        before = self._stream.get_state()
+class Rewinds(torch.Generator):
+    """Takes a default generator's place for Python, which sets it through here; shares its state.
+
+    Follows the stream past the places where it is set. To swap generators, and not states, is not noticed.
+    """
+
+    real: torch.Generator
+    _reached: Tensor | None = None  # how far the stream had got, while it is set elsewhere
+    _set_to: Tensor | None = None
+    _has_drawn = False
+
+    def set_state(self, new_state: Tensor) -> torch.Generator:
+        return self._set(self.real.set_state, new_state)
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self._set(self.real.set_offset, offset)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return self._set(self.real.manual_seed, seed)
+
+    def seed(self) -> int:
+        return self._set(self.real.seed)
+
+    def graphsafe_set_state(self, state: torch.Generator) -> torch.Generator:
+        super().graphsafe_set_state(state)
+        return self.real.graphsafe_set_state(state)
+
+    def _set(self, change: Callable[..., _Made], *to: Any) -> _Made:
+        before = self.real.get_state()
         self._look(before)
-        yield
-        after = self._stream.get_state()
+        made = change(*to)
+        after = self.real.get_state()
         if self._reached is None:
             self._reached = None if torch.equal(before, after) else before
         elif torch.equal(after, self._reached):
             self._reached = None
         self._set_to = after
+        return made
 
     def _look(self, now: Tensor) -> None:
         if self._reached is not None and self._set_to is not None:
@@ -60,38 +79,8 @@ class Rewinds:
 
     def has_drawn(self) -> bool:
         """Whether anybody drew while the stream was elsewhere than it had got to."""
-        self._look(self._stream.get_state())
+        self._look(self.real.get_state())
         return self._has_drawn
-
-
-class _StandIn(torch.Generator):
-    """Takes a default generator's place for Python, which sets it through here; shares its state.
-
-    To swap generators, and not their states, is nothing to be noticed.
-    """
-
-    real: torch.Generator
-    rewinds: Rewinds
-
-    def set_state(self, new_state: Tensor) -> torch.Generator:
-        with self.rewinds.setting():
-            return self.real.set_state(new_state)
-
-    def set_offset(self, offset: int) -> torch.Generator:
-        with self.rewinds.setting():
-            return self.real.set_offset(offset)
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        with self.rewinds.setting():
-            return self.real.manual_seed(seed)
-
-    def seed(self) -> int:
-        with self.rewinds.setting():
-            return self.real.seed()
-
-    def graphsafe_set_state(self, state: torch.Generator) -> torch.Generator:
-        super().graphsafe_set_state(state)
-        return self.real.graphsafe_set_state(state)
 
 
 @contextlib.contextmanager
@@ -101,20 +90,20 @@ def rewinds_of_default_generator(device: torch.device) -> Iterator[Rewinds]:
     torch, Megatron and Transformer Engine all look it up in `torch.cuda.default_generators` to set it. The
     host backend runs Python again in each replay, so that nothing is noticed there.
     """
+    rewinds = Rewinds(device)
     if device.type != "cuda":
-        yield Rewinds(torch.default_generator)
+        rewinds.real = torch.default_generator
+        yield rewinds
         return
     cuda: Any = torch.cuda
     generators = cuda.default_generators
-    stand_in = _StandIn(device)
-    stand_in.real = generators[device.index]
-    stand_in.rewinds = Rewinds(stand_in.real)
-    torch.Generator.graphsafe_set_state(stand_in, stand_in.real)
+    rewinds.real = generators[device.index]
+    torch.Generator.graphsafe_set_state(rewinds, rewinds.real)
     cuda.default_generators = tuple(
-        stand_in if index == device.index else generator for index, generator in enumerate(generators)
+        rewinds if index == device.index else generator for index, generator in enumerate(generators)
     )
     try:
-        yield stand_in.rewinds
+        yield rewinds
     finally:
         cuda.default_generators = generators
 
@@ -127,13 +116,15 @@ class HostStreams:
 
     def put_back(self) -> bool:
         """Sets them back; returns whether they had moved."""
-        is_other = random.getstate() != self._python
-        if is_other:
+        now = random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))
+        has_moved = now != (self._python, pickle.dumps(self._numpy))
+        if has_moved:
             random.setstate(self._python)
-        if pickle.dumps(numpy.random.get_state(legacy=False)) != pickle.dumps(self._numpy):
             numpy.random.set_state(self._numpy)
-            is_other = True
-        return is_other
+        return has_moved
+
+
+_Stream = Tensor | torch.Generator
 
 
 class RngTracker(Protocol):
@@ -143,8 +134,8 @@ class RngTracker(Protocol):
     tensor, swapped into the default generator for a while) cannot.
     """
 
-    def get_states(self) -> Mapping[str, Tensor | torch.Generator]: ...
-    def set_states(self, states: Mapping[str, Tensor | torch.Generator]) -> None: ...
+    def get_states(self) -> Mapping[str, _Stream]: ...
+    def set_states(self, states: Mapping[str, _Stream]) -> None: ...
 
 
 def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
@@ -177,7 +168,7 @@ class RngSources:
             self._defaults.append(torch.cuda.default_generators[device.index])
         # What graphs draw from, once there are any, and every stream when that was last compared.
         self._captured: list[torch.Generator] | None = None
-        self._seen: list[Tensor | torch.Generator] = []
+        self._seen: list[_Stream] = []
 
     def generators(self) -> list[torch.Generator]:
         """The graph-safe streams of the trackers; a capture has to register them."""
@@ -193,7 +184,7 @@ class RngSources:
         """Whether trackers draw from other generators than the graphs: their states were set, say."""
         if self._captured is None:
             return False
-        seen: list[Tensor | torch.Generator] = []
+        seen: list[_Stream] = []
         for source in self._sources:  # no function of ours: before each step
             seen += source().get_states().values()
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):

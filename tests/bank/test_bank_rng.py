@@ -311,15 +311,10 @@ REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["re-entrant
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> Rewinds:
     """Follows the CPU's generator, which checkpoints set as they set a GPU's."""
-    rewinds = Rewinds(torch.default_generator)
-    original = torch.set_rng_state
-
-    def set_rng_state(state: Tensor) -> None:
-        with rewinds.setting():
-            original(state)
-
+    rewinds = Rewinds()
+    rewinds.real = torch.default_generator
     for module in (torch, torch.random):
-        monkeypatch.setattr(module, "set_rng_state", set_rng_state)
+        monkeypatch.setattr(module, "set_rng_state", rewinds.set_state)
     return rewinds
 
 
