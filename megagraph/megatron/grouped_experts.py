@@ -10,12 +10,13 @@ places and back by gathers, whose sums have one order; atomic additions would di
 """
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping
+import types
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph.modules.experts import GroupedLinear, SortedRows
 
@@ -39,6 +40,8 @@ _PROJECTIONS = ("linear_fc1", "linear_fc2")
 
 
 def _check(config: Any) -> None:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
     for option, served in _SERVED.items():
         value = getattr(config, option, served)
         if value != served and not (served == 1 and value is None):
@@ -47,6 +50,12 @@ def _check(config: Any) -> None:
         raise ValueError(
             "grouped experts: expected moe_router_topk 1 with moe_apply_probs_on_input, "
             f"got {config.moe_router_topk}"
+        )
+    is_fused_gate = config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
+    if config.bias_activation_fusion and not is_fused_gate:
+        raise ValueError(
+            "grouped experts: expected bias_activation_fusion False where the activation is neither SwiGLU "
+            "nor quick GEGLU"
         )
     modules = getattr(config, "recompute_modules", None) or ()
     if config.recompute_granularity == "selective" and "moe_act" in modules:
@@ -106,35 +115,14 @@ class SortingDispatcher:
         return None, None
 
 
-def _weighted_activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """What a config wants between the projections: of [rows, F or 2F], with weights [rows, 1]."""
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
-    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+class _Through(nn.Module):
+    """A projection that is none."""
 
-    activation, is_gated = config.activation_func, config.gated_linear_unit
-    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
-    in_fp8 = config.activation_func_fp8_input_store
-    if config.bias_activation_fusion:
-        if is_gated and activation is F.silu:
-            return lambda x, weights: weighted_bias_swiglu_impl(x, None, weights, in_fp8)
-        if is_gated and activation is quick_gelu:
-            return lambda x, weights: weighted_bias_quick_geglu_impl(x, None, weights, in_fp8, offset, clamp)
-        raise ValueError(
-            "grouped experts: expected bias_activation_fusion False where the activation is neither SwiGLU "
-            "nor quick GEGLU"
-        )
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
 
-    def gated(x: Tensor) -> Tensor:
-        gate, linear = torch.chunk(x, 2, dim=-1)
-        if clamp is not None:
-            gate, linear = gate.clamp(max=clamp), linear.clamp(min=-clamp, max=clamp)
-        out: Tensor = activation(gate) * (linear + offset)
-        return out
 
-    def weighted(x: Tensor, weights: Tensor) -> Tensor:
-        return ((gated(x) if is_gated else activation(x)) * weights).to(x.dtype)
-
-    return weighted
+_THROUGH = _Through()
 
 
 def _adopt(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_of_loading: Any) -> None:
@@ -161,6 +149,7 @@ def _adopt(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_of_
 @functools.cache
 def grouped_experts() -> type[Any]:
     """Megatron's kind of module for experts, of all of them in two grouped products."""
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import MegatronModule
 
     class GroupedExperts(MegatronModule):  # type: ignore[misc]  # of an untyped package
@@ -186,7 +175,6 @@ def grouped_experts() -> type[Any]:
             # Not the group itself: what a module holds counts as used in its forward.
             of_copies = getattr(pg_collection, "expt_dp", None)
             self._copy = 0 if of_copies is None else of_copies.rank()
-            self.activation = _weighted_activation(config)
             hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
             on_host = config.use_cpu_initialization
             device: Any = "cpu" if on_host else torch.cuda.current_device()
@@ -231,11 +219,16 @@ def grouped_experts() -> type[Any]:
 
             `offsets` are int32 [experts], where the rows of each end. Rows past the last one hold anything.
             """
-            hidden, weights = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+            hidden, weights = permuted_local_hidden_states, permuted_probs
             if self.config.moe_apply_probs_on_input:
-                hidden = (weights * hidden).to(hidden.dtype)
+                hidden = (weights.unsqueeze(-1) * hidden).to(hidden.dtype)
                 weights = torch.ones_like(weights)
-            inner = self.activation(self.linear_fc1(hidden, offsets), weights)
+            # Between the projections happens what happens there in Megatron's.
+            steps: Any = types.SimpleNamespace(
+                config=self.config, activation_func=self.config.activation_func
+            )
+            steps.linear_fc1 = steps.linear_fc2 = _THROUGH
+            inner, _bias = MLP.forward(steps, self.linear_fc1(hidden, offsets), weights)
             return self.linear_fc2(inner, offsets), None
 
         def sharded_state_dict(
@@ -278,4 +271,4 @@ def grouped_layer() -> type[Any]:
 
 def is_grouped(mixture: Any) -> bool:
     """Whether a layer of experts is such a one, and nothing derived from it."""
-    return isinstance(mixture, torch.nn.Module) and type(mixture) is grouped_layer()
+    return isinstance(mixture, nn.Module) and type(mixture) is grouped_layer()
