@@ -118,9 +118,8 @@ class Verification:
         self._flights: list[_Flight] = []
         self._arguments: Mapping[str, Any] = {}
         self.differences: list[Difference] = []  # of graphs and modules
-        self.within_spread: set[int] = (
-            set()
-        )  # sites that differ from themselves; their graphs lie within that
+        # Sites that differ from themselves; their graphs lie within that.
+        self.within_spread: set[int] = set()
         self.not_run: dict[int, str] = {}  # sites whose graphs did not take the micro-batch, and why
         self.num_replays = 0  # of sites
         self.most_bytes = 0  # on the device beside the graphs' own, where that can be told
@@ -161,20 +160,22 @@ class Verification:
                 del self._state
                 self._bank.rng.restore(start)
 
-    def is_doubtful(self, times: int) -> bool:
-        """Whether something differs, on any rank, that may be chance after `times` further verifications."""
-        return self._somewhere(any(found.may_be_chance(times) for found in self.differences))
+    def recurs(self, times: int) -> bool:
+        """Runs once more if anything, on any rank, may be chance after `times` times; forgets what was."""
+        doubtful = [found for found in self.differences if found.may_be_chance(times)]
+        if not self._somewhere(bool(doubtful)):
+            return False
+        again = Verification(self._bank, self._key, self._example)
+        again.run()
+        places = {found.place for found in again.differences}
+        chance = [found for found in doubtful if found.place not in places]
+        self.within_spread |= {found.index for found in chance}
+        self.differences = [found for found in self.differences if found not in chance]
+        return True
 
     def _somewhere(self, here: bool) -> bool:
         (found,) = self._bank.options.max_over_ranks([int(here)])
         return bool(found)
-
-    def keep_what_recurs(self, again: "Verification", times: int) -> None:
-        """Forgets what may be chance and does not differ in another verification, after `times` between."""
-        recurs, mine = {found.place for found in again.differences}, self.differences
-        chance = [found for found in mine if found.may_be_chance(times) and found.place not in recurs]
-        self.within_spread |= {found.index for found in chance}
-        self.differences = [found for found in mine if found not in chance]
 
     def _in_valid_rows(self, output: Tensor) -> Tensor:
         valid, counts = self._example.valid_rows, (self._variant.spec.rows, self._example.hidden.shape[0])
@@ -342,11 +343,8 @@ def verify(bank: Bank, key: Any, example: Example) -> Verification:
     verification = Verification(bank, key, example)
     verification.run()
     for times in range(_MOST_FURTHER):
-        if not verification.is_doubtful(times):
+        if not verification.recurs(times):
             break
-        again = Verification(bank, key, example)
-        again.run()
-        verification.keep_what_recurs(again, times)
     return verification
 
 
