@@ -48,6 +48,8 @@ from megagraph.modules import VarlenAttention
 
 __all__ = ["ContextGroups", "ContextRanks", "context_groups", "unsupported_sharing"]
 
+_Group = distributed.ProcessGroup
+
 # Of a module: its group; a router's, over which it adds up its losses; and beside the group of Transformer
 # Engine's attention, its ranks in the job and a stream.
 _GROUP, _OF_LOSSES, _RANKS, _STREAM = "cp_group", "tp_cp_group", "cp_global_ranks", "cp_stream"
@@ -72,10 +74,9 @@ class ContextRanks:
 
     def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
         self._model, self._cp_sizes = weakref.ref(model), tuple(cp_sizes)
-        self._own: distributed.ProcessGroup | None = None
+        self._own: _Group | None = None
         self._knows_own = False
-        own = self.own_group()
-        self.size: int = 1 if own is None else own.size()
+        self.size = self._own_size()
         self.is_dynamic, self.is_whole = bool(cp_sizes), True
         self.sizes: tuple[int, ...] = tuple(sorted({self.size, *cp_sizes}))
         self._has_others = self.sizes != (self.size,)
@@ -106,8 +107,17 @@ class ContextRanks:
         if model is None or not self.is_dynamic:
             return
         if self._of_sizes is None:
-            found = context_groups(self._cp_sizes)
-            self._check_own(found)
+            found, own, own_size = context_groups(self._cp_sizes), self.own_group(), self._own_size()
+            if self.size != own_size:
+                raise ValueError(
+                    f"cp_sizes: expected a group of the model's own {self.size} context-parallel ranks, as "
+                    f"when it was first called, got {'none' if own is None else f'one of {own_size}'}"
+                )
+            if self.size in self._cp_sizes and not self.are_own(self.size, other := found.of_size(self.size)):
+                raise ValueError(
+                    f"cp_sizes: expected the model's own {self.size} context-parallel ranks to be neighbours "
+                    f"among those that may share packs, {_in_order(other)}, got {_in_order(own)}"
+                )
             self._of_sizes, self.is_whole = found, True
         if self._watch is None or self._watch.now(True) != self._state:
             modules, block = [weakref.ref(module) for module in model.modules()], weakref.ref(model.decoder)
@@ -118,26 +128,17 @@ class ContextRanks:
         if self._has_others:
             self._check()
 
-    def _check_own(self, found: "ContextGroups") -> None:
-        own = self.own_group()
-        if self.size != (1 if own is None else own.size()):
-            raise ValueError(
-                f"cp_sizes: expected a group of the model's own {self.size} context-parallel ranks, as when "
-                f"it was first called, got {'none' if own is None else f'one of {own.size()}'}"
-            )
-        if self.size in self._cp_sizes and not self.are_own(self.size, other := found.of_size(self.size)):
-            raise ValueError(
-                f"cp_sizes: expected the model's own {self.size} context-parallel ranks to be neighbours "
-                f"among those that may share packs, {_in_order(other)}, got {_in_order(own)}"
-            )
-
-    def own_group(self) -> distributed.ProcessGroup | None:
+    def own_group(self) -> _Group | None:
         """The group that the model was built with; None for one rank."""
         if not self._knows_own:  # not looked up while modules are shown another one
             self._own, self._knows_own = groups_of_pack(self._model()).get("cp"), True
         return self._own
 
-    def leave(self, group: distributed.ProcessGroup | None) -> None:
+    def _own_size(self) -> int:
+        own = self.own_group()
+        return 1 if own is None else own.size()
+
+    def leave(self, group: _Group | None) -> None:
         """A group is about to be destroyed; None and the world are every group.
 
         Those are destroyed by all ranks of the job, which look up others. One alone is destroyed by its own
@@ -153,20 +154,20 @@ class ContextRanks:
         """Ranks have destroyed a group of theirs alone, here or elsewhere: nothing is captured any more."""
         self.is_whole = False
 
-    def are_own(self, cp_size: int, group: distributed.ProcessGroup | None) -> bool:
+    def are_own(self, cp_size: int, group: _Group | None) -> bool:
         """Whether ranks that share a pack, of a group if the pack names one, are the model's own in order."""
         own = self.own_group()
         if cp_size != self.size:
             return False
         return cp_size == 1 or group is None or group is own or _in_order(group) == _in_order(own)
 
-    def of_size(self, cp_size: int) -> distributed.ProcessGroup | None:
+    def of_size(self, cp_size: int) -> _Group | None:
         """This rank's group of a size; None for one rank, and if groups have been forgotten."""
         if cp_size not in self._cp_sizes:
             return self.own_group()
         return None if self._of_sizes is None else self._of_sizes.of_size(cp_size)
 
-    def by_size(self) -> dict[int, tuple[distributed.ProcessGroup | None, ...]]:
+    def by_size(self) -> dict[int, tuple[_Group | None, ...]]:
         """This rank's groups of every size: that of the graphs, and of the model's own size its own too."""
         groups = {size: (self.of_size(size),) for size in self.sizes}
         return {**groups, self.size: (*groups[self.size], self.own_group())}
@@ -176,7 +177,7 @@ class ContextRanks:
         group = self.of_size(cp_size)
         return 0 if group is None else group.rank()
 
-    def known(self) -> Iterable[distributed.ProcessGroup]:
+    def known(self) -> Iterable[_Group]:
         """The groups of several sizes, as far as there are any."""
         return () if self._of_sizes is None else self._of_sizes.known().values()
 
@@ -213,9 +214,7 @@ class ContextRanks:
         return self._showing(self.size if size is None else size, getattr(params, "cp_group", None))
 
     @contextlib.contextmanager
-    def _showing(
-        self, cp_size: int, group: distributed.ProcessGroup | None, *, leaves_metrics: bool = True
-    ) -> Iterator[None]:
+    def _showing(self, cp_size: int, group: _Group | None, *, leaves_metrics: bool = True) -> Iterator[None]:
         if not self.is_dynamic or self.are_own(cp_size, group):
             yield
             return
@@ -232,26 +231,28 @@ class ContextRanks:
         try:
             for values, name, value in before:
                 values[name] = self._value(name, value, shown, times)
-            with _counted_as_shared_by(own, shown, times if leaves_metrics else 1):
+            counted = _counted_as_shared_by(own, shown, times if leaves_metrics else 1)
+            with contextlib.nullcontext() if own is None else counted:
                 yield
         finally:
             for values, name, value in before:
                 values[name] = value
 
-    def _value(self, name: str, value: Any, shown: distributed.ProcessGroup, times: float) -> Any:
-        if name == _SIZE:
-            return shown.size()
+    def _value(self, name: str, value: Any, shown: _Group, times: float) -> Any:
         if name in _WEIGHTS and isinstance(value, list):  # of several losses
             return [each * times for each in value]
         if name in _WEIGHTS:
             return None if value is None else value * times
+        if name == _SIZE:
+            return shown.size()
+        if name not in (_RANKS, _STREAM):
+            return shown
+        if shown.size() == 1:
+            return None
         if name == _RANKS:
-            return distributed.get_process_group_ranks(shown) if shown.size() > 1 else None
-        if name == _STREAM:
-            if shown.size() > 1 and self._stream is None:
-                self._stream = torch.cuda.Stream()  # for attention of other ranks' keys
-            return self._stream if shown.size() > 1 else None
-        return shown
+            return distributed.get_process_group_ranks(shown)
+        self._stream = self._stream or torch.cuda.Stream()  # for attention of other ranks' keys
+        return self._stream
 
 
 def _places_in(model: nn.Module) -> Iterator[tuple[Callable[[], Any], str]]:
@@ -273,9 +274,9 @@ def _places_in(model: nn.Module) -> Iterator[tuple[Callable[[], Any], str]]:
 
 
 @functools.cache
-def _alone() -> distributed.ProcessGroup:
+def _alone() -> _Group:
     """A group of this rank, for what asks for its size and its place and no more."""
-    return distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's own, which stubs do not show
+    return _Group(0, 1)  # type: ignore[call-arg]  # torch's own, which stubs do not show
 
 
 @contextlib.contextmanager
@@ -284,9 +285,6 @@ def _counted_as_shared_by(own: Any, shown: Any, times: float) -> Iterator[None]:
 
     Routers see the group `shown` meanwhile.
     """
-    if own is None:
-        yield
-        return
     before = {} if times == 1 else {name: values.clone() for name, values in moe_metrics().items()}
     try:
         yield
@@ -363,55 +361,43 @@ class ContextGroups:
             that are wanted takes the place of a group that would be made; others are left aside, destroyed
             ones among them: Megatron keeps those of hybrid context parallelism beyond the end of their world.
 
-    Attributes:
-        cp_sizes: ascending.
-        num_ranks: of the parent.
-        rank: this one's place in it.
-
     Raises:
         ValueError: if a size does not divide them.
     """
 
     def __init__(
         self,
-        parent: distributed.ProcessGroup,
+        parent: _Group,
         cp_sizes: Sequence[int],
-        given: Mapping[int, Sequence[distributed.ProcessGroup]] = types.MappingProxyType({}),
+        given: Mapping[int, Sequence[_Group]] = types.MappingProxyType({}),
     ) -> None:
         self.parent, self.num_ranks, self.rank = parent, parent.size(), parent.rank()
+        self.cp_sizes, self._is_warm = tuple(sorted(set(cp_sizes))), False
         ranks = distributed.get_process_group_ranks(parent)
         for size in cp_sizes:
             if size < 1 or len(ranks) % size:
                 raise ValueError(f"expected cp_sizes that divide {len(ranks)} ranks, got {size}")
-        self._groups: dict[int, distributed.ProcessGroup | None] = {len(ranks): parent}
+        self._groups: dict[int, _Group | None] = {len(ranks): parent}
         for size, groups in given.items():
             first = self.rank // size * size
             fitting = [group for group in groups if _in_order(group) == ranks[first : first + size]]
             self._groups |= {size: fitting[0]} if fitting else {}
         self._groups[1] = None
-        if missing := sorted(set(cp_sizes) - set(self._groups)):
-            self._make(missing, ranks)
-        self.cp_sizes, self._is_warm = tuple(sorted(set(cp_sizes))), False
+        if missing := [size for size in self.cp_sizes if size not in self._groups]:
+            everywhere: list[list[int]] = [[]] * distributed.get_world_size()
+            distributed.all_gather_object(everywhere, ranks)
+            for size in missing:
+                parents = sorted({tuple(found) for found in everywhere})
+                cuts = [[*of[at : at + size]] for of in parents for at in range(0, len(of), size)]
+                self._groups[size], _every = distributed.new_subgroups_by_enumeration(cuts)
 
-    def _make(self, sizes: Sequence[int], ranks: Sequence[int]) -> None:
-        everywhere: list[Sequence[int]] = [[]] * distributed.get_world_size()
-        distributed.all_gather_object(everywhere, ranks)
-        for size in sizes:
-            for parents in sorted({tuple(found) for found in everywhere}):
-                for first in range(0, len(parents), size):
-                    members = list(parents[first : first + size])
-                    group = distributed.new_group(members)
-                    if distributed.get_rank() in members:
-                        self._groups[size] = group
-
-    def of_size(self, cp_size: int) -> distributed.ProcessGroup | None:
+    def of_size(self, cp_size: int) -> _Group | None:
         """This rank's group of a size; None for one rank."""
         return self._groups[cp_size] if cp_size > 1 else None
 
-    def known(self) -> dict[int, distributed.ProcessGroup]:
+    def known(self) -> dict[int, _Group]:
         """Those of several ranks, by size."""
-        found = ((size, self.of_size(size)) for size in self.cp_sizes)
-        return {size: group for size, group in found if group is not None}
+        return {size: group for size in self.cp_sizes if (group := self.of_size(size)) is not None}
 
     def warm_up(self, device: torch.device) -> None:
         """Uses every group, the largest first, once: no communicator is made later, inside of a capture.
@@ -425,23 +411,20 @@ class ContextGroups:
 
 
 # The parent of the groups that were made last, and these by size.
-_kept: tuple[distributed.ProcessGroup | None, Mapping[int, distributed.ProcessGroup]] = (None, {})
+_kept: tuple[_Group | None, Mapping[int, _Group]] = (None, {})
 
 
-def _in_order(group: distributed.ProcessGroup | None) -> list[int]:
+def _in_order(group: _Group | None) -> list[int]:
     """The ranks of a group in the order of their places; none if it is one no more."""
     return distributed.get_process_group_ranks(group) if group is not None and ranks_of(group) else []
 
 
 def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
-    """The groups of Megatron's data-parallel times context-parallel ranks that may share packs.
+    """The groups of Megatron's data-parallel times context-parallel ranks, some of which may share a pack.
 
     Each is made when it is first asked for, collectively over all ranks of the job, and anew once
     Megatron's groups are others. Those that Megatron has itself (`hybrid_context_parallel`) are
     Megatron's.
-
-    Args:
-        cp_sizes: how many ranks may share a pack.
 
     Raises:
         RuntimeError: if Megatron's groups are not initialized.
