@@ -12,9 +12,8 @@ is the capacity's, so the pack is marked, by which RoPE inside of them is ours. 
 rows: any that are added before the embedding, as under sequence parallelism, would change them.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,76 +29,16 @@ from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin, key_of, skips
 
-__all__ = ["ROW_LISTS", "ForwardWrappers", "OnGivenRows", "standing_in", "wrap_prediction"]
-
-
-@contextlib.contextmanager
-def standing_in(block: Any, hidden_states: Tensor) -> Iterator[None]:
-    """While inside, a block that takes what was set runs on these hidden states."""
-    before = block.input_tensor
-    block.input_tensor = hidden_states
-    try:
-        yield
-    finally:
-        block.input_tensor = before
-
+__all__ = ["ForwardWrappers", "wrap_prediction"]
 
 # The row lists among a model's arguments, [1, T] each, beside its padding mask.
-ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
-
-
-class OnGivenRows:
-    """An output processor that is handed what it would be handed without the plugin.
-
-    What it returns is of the rows that were given, whatever that is.
-
-    Args:
-        processor: the caller's.
-        given: arguments of the model as its caller passed them, by name.
-        tokens: rows of the pack.
-        cut: makes this rank's rows of hidden states those that it has of the pack as it was given, moving
-            rows between ranks; None where they are.
-
-    Attributes:
-        passed: what the model's forward was called with in place of `given`. What the model has made of that
-            stays what it is, less the rows that were added.
-    """
-
-    def __init__(
-        self,
-        processor: Callable[..., Any],
-        given: Mapping[str, Any],
-        tokens: int,
-        cut: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        self._processor = processor
-        self._given = given
-        self._tokens = tokens
-        self._cut = cut
-        self.passed: Mapping[str, Any] = {}
-
-    def __call__(self, **handed: Any) -> Any:
-        """Calls the processor."""
-        if self._cut is not None:
-            handed["hidden_states"] = self._cut(handed["hidden_states"])
-        for name, value in handed.items():
-            if value is None or name not in self._given:
-                continue
-            if value is self.passed.get(name):
-                handed[name] = self._given[name]
-            elif self._cut is not None and name == "decoder_input":  # the embedding's, for one
-                handed[name] = self._cut(value)
-            elif self._cut is not None and name in ROW_LISTS:
-                handed[name] = value[:, : self._tokens]
-        return self._processor(**handed)
+_ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
+# What an output processor gets as the caller passed it; its hidden states are cut.
+_HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
 
 
 class ForwardWrappers:
-    """Wraps the forwards and the calls of models and blocks.
-
-    Args:
-        plugin: knows the graphs of every model.
-    """
+    """Wraps the forwards and the calls of models and blocks, whose graphs the plugin knows."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
@@ -146,9 +85,7 @@ class ForwardWrappers:
     def _acting(self, original: Callable[..., Any], own_names: Sequence[str] | None) -> Callable[..., Any]:
         """Decides, and hands on the pack that the decision asks for.
 
-        Args:
-            original: Megatron's forward, or the call.
-            own_names: of the forward's arguments by position; None for the call.
+        Around Megatron's forward, whose arguments by position have `own_names`, or around the call (None).
         """
         plugin, known_graphs = self._plugin, self._plugin.known_graphs
 
@@ -218,7 +155,8 @@ class ForwardWrappers:
             finally:
                 graphs.running = outer
             if batch is not None and entries.block.reached == reached:
-                graphs.count_as_given(entries.block_missed(_decided_as_given(batch)))
+                decided = batch if isinstance(batch, EagerReason) else None
+                graphs.count_as_given(entries.block_missed(decided))
             if isinstance(batch, MicroBatch) and batch.entry_padding and get("output_processor") is None:
                 out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
             if is_step:
@@ -243,7 +181,8 @@ class ForwardWrappers:
             reached = doors.reached
             out = original(block, *args, **kwargs)
             if doors.reached == reached:
-                reason = graphs.entries.block_bypassed(_decided_as_given(batch))
+                decided = batch if isinstance(batch, EagerReason) else None
+                reason = graphs.entries.block_bypassed(decided)
                 _args, given = by_name(doors.names, args, kwargs)
                 graphs.count_as_given(reason, given.get("hidden_states"))
             return out
@@ -281,8 +220,15 @@ class ForwardWrappers:
                 if (mask := batch.canonical_mask()) is not None:
                     kwargs["padding_mask"] = mask
                 rows = batch.pad(entered)
-                with contextlib.nullcontext() if is_first else standing_in(block, rows):
-                    out = original(block, rows if is_first else hidden_states, None, *args, **kwargs)
+                if is_first:
+                    hidden_states = rows
+                else:
+                    block.input_tensor = rows
+                try:
+                    out = original(block, hidden_states, None, *args, **kwargs)
+                finally:
+                    if not is_first:
+                        block.input_tensor = entered
                 out = batch.cut(out)
                 graphs.verifier.keep_gradient(batch, out)
                 return out
@@ -328,18 +274,8 @@ def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: Callable[...,
     return run
 
 
-def _decided_as_given(batch: MicroBatch | EagerReason) -> EagerReason | None:
-    """Why a micro-batch runs as it was given; None where it was decided to run on a canonical pack."""
-    return batch if isinstance(batch, EagerReason) else None
-
-
 class _StackLoop:
-    """A `LayerLoop` as the one layer of a HybridStack.
-
-    Args:
-        loop: runs all layers.
-        given: what the stack's forward was called with.
-    """
+    """A `LayerLoop` as the one layer of a HybridStack, whose forward was called with `given`."""
 
     layer_number = 1  # read for the context of fp8, which is refused
 
@@ -365,12 +301,9 @@ def _enter(
 ) -> MicroBatch | EagerReason:
     """Puts the capacity's constants into the pack that a model is given, and adds rows to each row list.
 
-    The offsets stay as given: what lies behind the layers tells documents apart by them.
-
-    Returns:
-        The micro-batch, or why it runs as it was given after all: there is no capacity yet, it is not known
-        what the layers will get, something fits the rows that were given alone, or asks the block for other
-        results.
+    The offsets stay as given: what lies behind the layers tells documents apart by them. Returns the
+    micro-batch, or why it runs as given after all: there is no capacity yet, it is not known what the layers
+    will get, something fits the rows that were given alone, or asks the block for other results.
     """
     if batch.capacity is None:
         graphs.unlearned = batch
@@ -388,36 +321,45 @@ def _enter(
         reason = graphs.reason_against_rows()
         if reason is not None and not batch.as_given(reason):
             return reason
-    shown = None
+    passed = None
     if processor is not None and not is_foreign:  # whose call of it is its own
-        shown = _shown_to_processor(batch, graphs.tensor, given)
+        passed = _process_given_rows(batch, graphs.tensor, given)
     given["packed_seq_params"] = batch.constant_params()
     if batch.key.has_mask:
         given["padding_mask"] = batch.mask_at_entry(given.get("padding_mask"))
     if batch.entry_padding:
         _add_rows(batch, graphs.tensor, given)
-    if shown is not None:
-        shown.passed = {name: given.get(name) for name in _HANDED_ON}
+    if passed is not None:
+        passed.update({name: given.get(name) for name in _HANDED_ON})
     return batch
 
 
-# What an output processor gets as the caller passed it; its hidden states are cut.
-_HANDED_ON = (*ROW_LISTS, "decoder_input", "packed_seq_params")
+def _process_given_rows(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> dict[str, Any]:
+    """Before a model's arguments are padded: has its output processor handed what it would be without us.
 
-
-def _shown_to_processor(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> OnGivenRows:
-    """Before a model's arguments are padded: lets its output processor see what it would see without us.
-
-    Args:
-        batch: the decision.
-        ranks: those that share rows.
-        given: the arguments.
+    What that returns is of the rows that were given, whatever it is. Returns where to note what the model
+    gets in place of them: what it has made of that stays what it is, less the rows that were added.
     """
-    as_given = {name: given.get(name) for name in _HANDED_ON}
-    cut = functools.partial(ranks.share_anew, tokens=batch.tokens) if batch.entry_padding else None
-    shown = OnGivenRows(given["output_processor"], as_given, batch.tokens, cut)
-    given["output_processor"] = shown
-    return shown
+    processor, as_given = given["output_processor"], {name: given.get(name) for name in _HANDED_ON}
+    tokens, has_more = batch.tokens, bool(batch.entry_padding)
+    passed: dict[str, Any] = {}
+
+    def process(**handed: Any) -> Any:
+        if has_more:
+            handed["hidden_states"] = ranks.share_anew(handed["hidden_states"], tokens)
+        for name, value in handed.items():
+            if value is None or name not in as_given:
+                continue
+            if value is passed[name]:
+                handed[name] = as_given[name]
+            elif has_more and name == "decoder_input":  # the embedding's, for one
+                handed[name] = ranks.share_anew(value, tokens)
+            elif has_more and name in _ROW_LISTS:
+                handed[name] = value[:, :tokens]
+        return processor(**handed)
+
+    given["output_processor"] = process
+    return passed
 
 
 def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> None:
@@ -425,7 +367,7 @@ def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> N
 
     Those hold zeros. Their losses are cut off, so that no gradient comes from them.
     """
-    for name in ROW_LISTS:
+    for name in _ROW_LISTS:
         if given.get(name) is not None:
             given[name] = functional.pad(given[name], (0, batch.entry_padding))
     rows: Tensor | None = given.get("decoder_input")
@@ -466,12 +408,7 @@ def _one_by_one(
 
 
 def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `MultiTokenPredictionBlock.forward`.
-
-    Args:
-        plugin: knows what each model runs just now.
-        original: the forward.
-    """
+    """Wraps `MultiTokenPredictionBlock.forward`."""
     names = names_of(original)[1:]
     graphs_of_block = plugin.graphs_of_block
 
