@@ -465,18 +465,74 @@ class PackSchedule(metaclass=_pybind11_type):
     def of_rank(self, rank: int) -> list[ScheduledPack]:
         """The packs of one rank, one for each micro-batch."""
 
-def schedule_packs(
-    lengths: Sequence[int],
-    *,
-    ranks: int,
-    cp_sizes: Sequence[int],
-    max_seqlen_per_dp_cp_rank: int,
-    max_packed_seqs: int,
-    alignment: int,
-    attention_parity: int,
-    exchange: float,
-    micro_batch_multiple: int,
-) -> PackSchedule: ...
+class ScheduleLimits(metaclass=_pybind11_type):
+    """What a schedule has to keep to, and by what it weighs documents.
+
+    A document of L tokens on c ranks has ``rows = L / c`` on each, rounded up as `alignment` says, and costs
+    it ``rows + L**2 / (c * attention_parity) + exchange * rows * (c - 1)``.
+
+    Args:
+        ranks: data-parallel times context-parallel ranks, a multiple of the largest of `cp_sizes`.
+        cp_sizes: how many ranks may share a pack: ascending powers of two. A group of c ranks begins at a
+            multiple of c.
+        max_seqlen_per_dp_cp_rank: rows of one rank in one micro-batch, at most.
+        max_packed_seqs: documents of one pack, at most; those that the convention of the tail adds do not
+            count.
+        alignment: rows of a document on one rank are a multiple of it, and of twice as many where ranks
+            share it (zigzag).
+        attention_parity: the length, in tokens, at which a document's attention costs as much as everything
+            else in a layer; with dense layers of width h about 12 * h.
+        exchange: what it costs to fetch a token's keys and values, as a part of everything else for a token.
+        micro_batch_multiple: the number of micro-batches is a multiple of it, as interleaved pipelines want.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        cp_sizes: Sequence[int],
+        max_seqlen_per_dp_cp_rank: int,
+        max_packed_seqs: int,
+        alignment: int = 1,
+        attention_parity: int = 49152,
+        exchange: float = 0.05,
+        micro_batch_multiple: int = 1,
+    ) -> None: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def cp_sizes(self) -> tuple[int, ...]: ...
+    @property
+    def max_seqlen_per_dp_cp_rank(self) -> int: ...
+    @property
+    def max_packed_seqs(self) -> int: ...
+    @property
+    def alignment(self) -> int: ...
+    @property
+    def attention_parity(self) -> int: ...
+    @property
+    def exchange(self) -> float: ...
+    @property
+    def micro_batch_multiple(self) -> int: ...
+    def rows(self, length: int, cp_size: int) -> int:
+        """Rows of a document of `length` tokens on each of `cp_size` ranks that share it."""
+
+    def capacity(self, cp_size: int, *, extra_seqs: int = 0) -> Capacity:
+        """What holds every pack of `cp_size` ranks; the tail's convention adds `extra_seqs` documents."""
+
+    def replace(self, **others: Any) -> ScheduleLimits: ...
+    def as_dict(self) -> dict[str, Any]: ...
+
+def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedule:
+    """Deals documents out to ranks and micro-batches; every one runs exactly once.
+
+    Takes the fewest micro-batches it finds, and makes the largest sum of costs of a rank small. Ranks that
+    call it with equal arguments, the lengths of all documents of the step, get equal schedules.
+
+    Raises:
+        ValueError: if a limit is out of range, a document is too long for the largest group, there are fewer
+            documents than packs that have to be filled, or no schedule was found.
+    """
 
 class States(metaclass=_pybind11_type):
     """csrc/decide/states.h."""

@@ -19,9 +19,7 @@ DocumentCosts::DocumentCosts(const std::vector<int64_t>& lengths, const Schedule
   for (const int64_t length : lengths) {
     const auto valid = static_cast<double>(length);
     for (const int64_t size : limits.cp_sizes) {
-      // Zigzag: each rank has two pieces of equal length.
-      const int64_t step = (size == 1 ? 1 : 2) * limits.alignment;
-      const int64_t rows = (length + size * step - 1) / (size * step) * step;
+      const int64_t rows = limits.rows(length, size);
       const auto ranks = static_cast<double>(size);
       const double fetched = static_cast<double>(rows) * (ranks - 1);
       table_.push_back({rows, static_cast<double>(rows) + valid * valid / (parity * ranks) +

@@ -30,6 +30,12 @@ struct ScheduleLimits {
   int64_t attention_parity;  // length at which attention costs what the rest of a layer does
   double exchange;           // cost of fetching a token's keys and values, of a token's rest
   int64_t multiple;          // of micro-batches
+
+  // Of a document on each of the ranks that share it; zigzag: each has two pieces of equal length.
+  int64_t rows(int64_t length, int64_t size) const {
+    const int64_t step = (size == 1 ? 1 : 2) * alignment;
+    return (length + size * step - 1) / (size * step) * step;
+  }
 };
 
 struct ScheduledPack {

@@ -38,14 +38,9 @@ size_t hash_of(const std::optional<Capacity>& value) {
   return value ? hash_of(value->values()) : 0;
 }
 
-// Of values that stand in a struct like Python's own: equal, ordered and hashed by all of them.
-template <typename Class, typename Type = typename Class::type>
-void like_values(Class& bound, const std::vector<const char*>& names) {
-  bound.def(
-      "__eq__", [](const Type& one, const Type& other) { return one == other; }, py::is_operator());
-  bound.def(
-      "__lt__", [](const Type& one, const Type& other) { return one < other; }, py::is_operator());
-  bound.def("__hash__", [](const Type& value) { return hash_of(value.values()); });
+// Shown and made anew by the values of a struct.
+template <typename Class>
+void with_values(Class& bound, const std::vector<const char*>& names) {
   bound.def("__repr__", [names](const py::object& value) {
     std::string text = py::type::of(value).attr("__name__").cast<std::string>() + "(";
     for (size_t i = 0; i < names.size(); ++i) {
@@ -73,6 +68,17 @@ void like_values(Class& bound, const std::vector<const char*>& names) {
     for (const char* name : names) fields[name] = value.attr(name);
     return py::make_tuple(make(py::type::of(value), **fields), py::tuple());
   });
+}
+
+// Like Python's own values: also equal, ordered and hashed by all of them.
+template <typename Class, typename Type = typename Class::type>
+void like_values(Class& bound, const std::vector<const char*>& names) {
+  bound.def(
+      "__eq__", [](const Type& one, const Type& other) { return one == other; }, py::is_operator());
+  bound.def(
+      "__lt__", [](const Type& one, const Type& other) { return one < other; }, py::is_operator());
+  bound.def("__hash__", [](const Type& value) { return hash_of(value.values()); });
+  with_values(bound, names);
 }
 
 }  // namespace
@@ -181,17 +187,37 @@ void bind_packs(py::module_& m) {
       .def_readonly("micro_batches", &PackSchedule::micro_batches)
       .def_readonly("costs", &PackSchedule::costs)
       .def("of_rank", &PackSchedule::of_rank, py::arg("rank"));
-  m.def(
-      "schedule_packs",
-      [](const std::vector<int64_t>& lengths, int64_t ranks, std::vector<int64_t> cp_sizes,
-         int64_t max_tokens, int64_t max_seqs, int64_t alignment, int64_t attention_parity,
-         double exchange, int64_t multiple) {
-        return schedule_packs(lengths, {ranks, std::move(cp_sizes), max_tokens, max_seqs, alignment,
-                                        attention_parity, exchange, multiple});
-      },
-      py::arg("lengths"), py::kw_only(), py::arg("ranks"), py::arg("cp_sizes"),
-      py::arg("max_seqlen_per_dp_cp_rank"), py::arg("max_packed_seqs"), py::arg("alignment"),
-      py::arg("attention_parity"), py::arg("exchange"), py::arg("micro_batch_multiple"));
+  py::class_<ScheduleLimits> limits(m, "ScheduleLimits");
+  limits
+      .def(py::init([](int64_t ranks, std::vector<int64_t> cp_sizes, int64_t max_tokens,
+                       int64_t max_seqs, int64_t alignment, int64_t attention_parity,
+                       double exchange, int64_t multiple) {
+             return ScheduleLimits{ranks,     std::move(cp_sizes), max_tokens, max_seqs,
+                                   alignment, attention_parity,    exchange,   multiple};
+           }),
+           py::kw_only(), py::arg("ranks"), py::arg("cp_sizes"),
+           py::arg("max_seqlen_per_dp_cp_rank"), py::arg("max_packed_seqs"),
+           py::arg("alignment") = 1, py::arg("attention_parity") = 49152,
+           py::arg("exchange") = 0.05, py::arg("micro_batch_multiple") = 1)
+      .def_readonly("ranks", &ScheduleLimits::ranks)
+      .def_property_readonly(
+          "cp_sizes", [](const ScheduleLimits& own) { return py::tuple(py::cast(own.cp_sizes)); })
+      .def_readonly("max_seqlen_per_dp_cp_rank", &ScheduleLimits::max_tokens)
+      .def_readonly("max_packed_seqs", &ScheduleLimits::max_seqs)
+      .def_readonly("alignment", &ScheduleLimits::alignment)
+      .def_readonly("attention_parity", &ScheduleLimits::attention_parity)
+      .def_readonly("exchange", &ScheduleLimits::exchange)
+      .def_readonly("micro_batch_multiple", &ScheduleLimits::multiple)
+      .def("rows", &ScheduleLimits::rows, py::arg("length"), py::arg("cp_size"))
+      .def(
+          "capacity",
+          [](const ScheduleLimits& own, int64_t cp_size, int64_t extra_seqs) {
+            return Capacity{own.max_tokens, own.max_seqs + extra_seqs, own.max_tokens * cp_size};
+          },
+          py::arg("cp_size"), py::kw_only(), py::arg("extra_seqs") = 0);
+  with_values(limits, {"ranks", "cp_sizes", "max_seqlen_per_dp_cp_rank", "max_packed_seqs",
+                       "alignment", "attention_parity", "exchange", "micro_batch_multiple"});
+  m.def("schedule_packs", &schedule_packs, py::arg("lengths"), py::arg("limits"));
 }
 
 }  // namespace megagraph

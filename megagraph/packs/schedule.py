@@ -8,15 +8,12 @@ among the ranks that share one global batch. Which rows of a document a rank has
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
-from megagraph import _C
-from megagraph._C import PackSchedule, ScheduledPack
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import PackSchedule, ScheduledPack, ScheduleLimits, schedule_packs
 
 __all__ = [
     "Contents",
@@ -31,63 +28,6 @@ __all__ = [
     "share",
 ]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleLimits:
-    """What a schedule has to keep to, and by what it weighs documents.
-
-    A document of L tokens on c ranks has ``rows = L / c`` on each, rounded up as `alignment` says, and costs
-    it ``rows + L**2 / (c * attention_parity) + exchange * rows * (c - 1)``.
-
-    Args:
-        ranks: data-parallel times context-parallel ranks, a multiple of the largest of `cp_sizes`.
-        cp_sizes: how many ranks may share a pack: ascending powers of two. A group of c ranks begins at a
-            multiple of c.
-        max_seqlen_per_dp_cp_rank: rows of one rank in one micro-batch, at most.
-        max_packed_seqs: documents of one pack, at most; those that the convention of the tail adds do not
-            count.
-        alignment: rows of a document on one rank are a multiple of it, and of twice as many where ranks
-            share it (zigzag).
-        attention_parity: the length, in tokens, at which a document's attention costs as much as everything
-            else in a layer; with dense layers of width h about 12 * h.
-        exchange: what it costs to fetch a token's keys and values, as a part of everything else for a token.
-        micro_batch_multiple: the number of micro-batches is a multiple of it, as interleaved pipelines want.
-    """
-
-    ranks: int
-    cp_sizes: tuple[int, ...]
-    max_seqlen_per_dp_cp_rank: int
-    max_packed_seqs: int
-    alignment: int = 1
-    attention_parity: int = 49152
-    exchange: float = 0.05
-    micro_batch_multiple: int = 1
-
-    def rows(self, length: int, cp_size: int) -> int:
-        """Rows of a document of `length` tokens on each of `cp_size` ranks that share it."""
-        step = self.alignment if cp_size == 1 else 2 * self.alignment
-        return -(-length // (cp_size * step)) * step
-
-    def capacity(self, cp_size: int, *, extra_seqs: int = 0) -> Capacity:
-        """What holds every pack of `cp_size` ranks; the tail's convention adds `extra_seqs` documents."""
-        tokens, num_seqs = self.max_seqlen_per_dp_cp_rank, self.max_packed_seqs + extra_seqs
-        return Capacity(tokens=tokens, num_seqs=num_seqs, max_seqlen=tokens * cp_size)
-
-
-def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedule:
-    """Deals documents out to ranks and micro-batches; every one runs exactly once.
-
-    Takes the fewest micro-batches it finds, and makes the largest sum of costs of a rank small. Ranks that
-    call it with equal arguments, the lengths of all documents of the step, get equal schedules.
-
-    Raises:
-        ValueError: if a limit is out of range, a document is too long for the largest group, there are fewer
-            documents than packs that have to be filled, or no schedule was found.
-    """
-    return _C.schedule_packs(lengths, **vars(limits))
-
-
-# -- the exchange ---------------------------------------------------------------------------------
 
 Document = Mapping[str, Tensor]
 """What belongs to each token of a document, by name: tensors [L] of any dtypes, on one device."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules keep to their limits, waste little, and are found in milliseconds."""
 
-import dataclasses
 import itertools
 import random
 import statistics
@@ -110,7 +109,7 @@ def test_sizes_are_mixed_in_one_micro_batch() -> None:
 
 
 def test_a_rank_runs_its_larger_groups_first_and_of_these_the_costlier_packs() -> None:
-    limits = dataclasses.replace(USUAL, ranks=2, cp_sizes=(1, 2), max_packed_seqs=1)
+    limits = USUAL.replace(ranks=2, cp_sizes=(1, 2), max_packed_seqs=1)
     lengths = [20, 70, 50, 128, 10, 40, 100]
     schedule = schedule_packs(lengths, limits)
     for rank in range(2):
@@ -124,7 +123,7 @@ def test_a_short_document_is_shared_where_ranks_would_be_idle() -> None:
 
 
 def test_a_long_document_is_shared_further_than_its_tokens_ask_for() -> None:
-    limits = dataclasses.replace(USUAL, attention_parity=8)
+    limits = USUAL.replace(attention_parity=8)
     [packs] = schedule_packs([60, 20, 20, 20, 20], limits).micro_batches
     assert next(pack.cp_size for pack in packs if 0 in pack.documents) > 1
 
@@ -154,7 +153,7 @@ def test_what_cannot_be_scheduled_is_an_error_that_says_why(
     lengths: list[int], change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        schedule_packs(lengths, dataclasses.replace(USUAL, **change))
+        schedule_packs(lengths, USUAL.replace(**change))
 
 
 # -- beside the best schedule of a few documents, by trying all of them ------------------------------
