@@ -131,37 +131,10 @@ def graph_modules(value: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How to graph a model.
+    """How to graph a model: docs/configuration.md says what each option means.
 
     A value may be spelled as in TOML or in a variable: one number for a list, text for a path or a tail,
     `"8192:20"` for a capacity. The attribute then has the type of its annotation.
-
-    Args:
-        mode: `graph`; `eager`, canonical packs without graphs, the reference of all bits; `off`, no patches.
-        cuda_graph_max_packed_seqs: documents that a pack may hold, one capacity for each entry.
-        max_seqlen_per_dp_cp_rank: physical tokens of one rank's share, of every capacity.
-        max_seqlen: tokens of the longest document, on all ranks that share it; by default a whole pack.
-        capacities: outright, in place of the three above; documents of up to `tokens`, as by default, may be
-            as long as the pack, however many ranks share it. If neither is given, they are learned from the
-            warm-up steps.
-        cp_sizes: by how many ranks packs may be shared that say so themselves (`local_cp_size`, `cp_group`):
-            ascending powers of two, each with graphs of its own; none where the model's config says it.
-        cuda_graph_warmup_steps: eager training steps before the capture, at least 1.
-        cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once;
-            those that were not used for the longest time go.
-        cuda_graph_slots: micro-batches of a model that may be in flight at once, each with graphs and memory
-            of its own. By default what Megatron's schedule needs; in a pipeline the most that any chunk gets.
-        cuda_graph_modules: what of each layer is graphed, of `attn`, `mlp`, `moe`, `moe_router`,
-            `moe_preprocess` and `mamba`; none for whole layers, or for what the model's own config names.
-        cuda_graph_granularity: `layer`, or `chunk`: one graph a pass for neighbouring whole layers.
-        verify: compare graphs with eager on a real micro-batch, before they are used (`capture`) and then one
-            of as many replayed micro-batches as a number says; `off` for never.
-        tail: what canonical offsets say of the rows past a pack's end.
-        progress: show a progress bar while capturing.
-        poison: fill freed slots with NaN, to find late readers. Always on without a GPU.
-        report: JSON file that the run leaves, or None.
-        log_interval: training steps between two lines of the log; 0 for none.
-        cuda_graph_nvtx: name each replay (site, variant, slot) for torch's profiler and NVTX.
 
     Raises:
         ValueError: for a value of the wrong kind or out of range, naming the option, what was expected
