@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,8 @@ from megagraph.log import rank
 from megagraph.timeline import Lease
 
 __all__ = [
-    *(
-        "capture_progress",
-        "check_target",
-        "path_of_stage",
-        "read_leases",
-        "read_report",
-        "report_table",
-        "report_text",
-    ),
-    *("scalars", "write_report"),
+    *("capture_progress", "check_target", "path_of_stage", "read_leases", "read_report"),
+    *("report_table", "report_text", "scalars", "write_report"),
 ]
 
 ModelReport = Mapping[str, Any]
@@ -46,11 +39,6 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float)
 
 
-def _is_moment(value: object) -> bool:
-    # JSON has NaN, Infinity and integers of any length, too.
-    return isinstance(value, int | float) and type(value) is not bool and abs(value) < _FAR_MS
-
-
 def _is_capacity(value: object) -> bool:
     return isinstance(value, dict) and all(_is_count(value.get(key)) for key in ("tokens", "num_seqs"))
 
@@ -60,13 +48,10 @@ _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "model": ("a string", lambda value: isinstance(value, str)),
     "calls": ("a count", _is_count),
     "replays": ("a count", _is_count),
-    "eager": (
-        "counts by reason",
-        lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-    ),
+    "eager": ("counts by reason", lambda it: isinstance(it, dict) and all(map(_is_count, it.values()))),
     "capacities": (
         "a list with tokens and num_seqs of each",
-        lambda value: isinstance(value, list) and all(map(_is_capacity, value)),
+        lambda it: isinstance(it, list) and all(map(_is_capacity, it)),
     ),
     "capture_seconds": ("a number", _is_number),
     "padding_share": ("a number or null", lambda value: value is None or _is_number(value)),
@@ -90,7 +75,7 @@ def _rows(reports: Sequence[ModelReport]) -> Iterator[tuple[str, Callable[[Model
     yield "layer calls", lambda it: f"{it['calls']:,}"
     yield "  replayed", lambda it: _share(it["replays"], it["calls"])
     for reason in dict.fromkeys(reason for report in reports for reason in report["eager"]):
-        yield f"  eager: {reason}", _eager_cell(reason)
+        yield f"  eager: {reason}", partial(_eager, reason)
     yield "padding share of replays", lambda it: _percent(it["padding_share"])
     yield "capture", lambda it: f"{it['capture_seconds']:.2f} s"
     yield "capacities", lambda it: "\n".join(map(_capacity, it["capacities"])) or "-"
@@ -108,8 +93,8 @@ def _rows(reports: Sequence[ModelReport]) -> Iterator[tuple[str, Callable[[Model
         yield "not verified", lambda it: "\n".join(_unverified(it))
 
 
-def _eager_cell(reason: str) -> Callable[[ModelReport], str]:
-    return lambda it: _share(it["eager"].get(reason, 0), it["calls"])
+def _eager(reason: str, report: ModelReport) -> str:
+    return _share(report["eager"].get(reason, 0), report["calls"])
 
 
 def _share(part: int, whole: int) -> str:
@@ -127,13 +112,11 @@ def _capacity(capacity: Mapping[str, int]) -> str:
 
 def _unverified(report: ModelReport) -> list[str]:
     """The sites whose graphs are used without having been compared, a line for each variant and cause."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[str, list[str]] = {}
     for it in report.get("verification", {}).get("unverified_sites", []):
-        found.setdefault((it["variant"], it["why"]), []).append(it["site"])
-    return [
-        f"{sites[0]}{f' and {len(sites) - 1} more' if len(sites) > 1 else ''} ({variant}): {why}"
-        for (variant, why), sites in found.items()
-    ]
+        found.setdefault(f" ({it['variant']}): {it['why']}", []).append(it["site"])
+    more = {why: f" and {len(sites) - 1} more" if len(sites) > 1 else "" for why, sites in found.items()}
+    return [f"{sites[0]}{more[why]}{why}" for why, sites in found.items()]
 
 
 def _of_sizes(counts: Mapping[str, Mapping[str, int]]) -> str:
@@ -146,17 +129,11 @@ def _of_sizes(counts: Mapping[str, Mapping[str, int]]) -> str:
 
 def scalars(report: ModelReport) -> dict[str, float]:
     """The report's numbers by name, as TensorBoard's and W&B's writers take them."""
-    values = {
-        "megagraph/calls": float(report["calls"]),
-        "megagraph/replays": float(report["replays"]),
-        "megagraph/capture_seconds": float(report["capture_seconds"]),
-    }
-    if report["padding_share"] is not None:
-        values["megagraph/padding_share"] = float(report["padding_share"])
-    values.update({f"megagraph/eager/{reason}": float(n) for reason, n in report["eager"].items()})
+    values = {name: report[name] for name in ("calls", "replays", "capture_seconds", "padding_share")}
+    values |= {f"eager/{reason}": count for reason, count in report["eager"].items()}
     for size, counts in report.get("cp_sizes", {}).items():
-        values.update({f"megagraph/cp_{size}/{what}": float(n) for what, n in counts.items()})
-    return values
+        values |= {f"cp_{size}/{what}": count for what, count in counts.items()}
+    return {f"megagraph/{name}": float(value) for name, value in values.items() if value is not None}
 
 
 def report_text(reports: Sequence[ModelReport], **more: Any) -> str:
@@ -187,12 +164,9 @@ def check_target(option: str, path: Path | None) -> None:
 
 
 def write_report(reports: Sequence[ModelReport], path: Path, **more: Any) -> None:
-    """Writes the reports as JSON, whole or not at all.
+    """Writes the reports as JSON into a file, whole or not at all; makes its folder if it is missing.
 
-    Args:
-        reports: one for each model.
-        path: the file; its folder is made if it is missing.
-        more: further keys of the document, which `read_report()` passes over.
+    `more` are further keys of the document, which `read_report()` passes over.
 
     Raises:
         OSError: if the file cannot be written.
@@ -245,9 +219,10 @@ def _is_lease(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != len(Lease._fields):
         return False
     slot, grad, begin, end = value
-    if not (_is_count(slot) and isinstance(grad, bool) and _is_moment(begin)):
-        return False
-    return end is None or (_is_moment(end) and bool(begin <= end))
+    end = begin if end is None else end
+    # JSON has NaN, Infinity and integers of any length, too.
+    are_moments = all(_is_number(it) and abs(it) < _FAR_MS for it in (begin, end))
+    return _is_count(slot) and isinstance(grad, bool) and are_moments and bool(begin <= end)
 
 
 def _documents(path: Path) -> dict[Path, dict[str, Any]]:
@@ -267,14 +242,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(models, list):
         raise ValueError(f"{path}: expected an object with a list 'models', as a run of megagraph leaves it")
     for index, model in enumerate(models):
-        missing = [key for key in _EXPECTED if not isinstance(model, dict) or key not in model]
-        if missing:
-            raise ValueError(
-                f"{path}: models[{index}]: expected the keys {', '.join(_EXPECTED)}, no {missing[0]}"
-            )
+        where = f"{path}: models[{index}]"
+        if missing := [key for key in _EXPECTED if not isinstance(model, dict) or key not in model]:
+            raise ValueError(f"{where}: expected the keys {', '.join(_EXPECTED)}, no {missing[0]}")
         for key, (expected, is_right) in _EXPECTED.items():
             if not is_right(model[key]):
-                raise ValueError(f"{path}: models[{index}].{key}: expected {expected}, got {model[key]!r}")
+                raise ValueError(f"{where}.{key}: expected {expected}, got {model[key]!r}")
     return document
 
 

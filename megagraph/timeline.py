@@ -22,11 +22,7 @@ class Lease(NamedTuple):
 
 
 def draw_timeline(leases: Mapping[str, Sequence[Lease]], path: Path) -> None:
-    """Draws a line for each slot, and on it a bar for each micro-batch that was in it.
-
-    Args:
-        leases: of each model chunk, by its name in the report.
-        path: of the image; its ending says which kind.
+    """Draws a line for each slot of each chunk, and on it a bar for each micro-batch that was in it.
 
     Raises:
         ValueError: if matplotlib is not installed; naming the path and the kinds of images, if its ending is
