@@ -109,9 +109,9 @@ class _Scratch:
     @classmethod
     def used_by(cls, backend: CudaBackend) -> _Scratch:
         """That of the backend's device, which is gone with its last user and the graphs over it."""
-        scratch = cls._by_device.get(backend.device.index)
-        if scratch is None:
-            scratch = cls._by_device[backend.device.index] = cls(backend.device.index)
+        index = backend.device.index
+        scratch = cls._by_device.get(index) or cls(index)
+        cls._by_device[index] = scratch
         scratch.users.add(backend)
         return scratch
 
@@ -221,10 +221,8 @@ class CudaBackend(Backend):
         held: Counter[tuple[int, int]] = Counter()
         for segment in torch.cuda.memory_snapshot():
             held[tuple(segment["segment_pool_id"])] += segment["total_size"]
-        own = sum(held[pool] for pool in self._pools)
-        return (
-            own if self._scratch is None else own + held[self._scratch.hold.pool] // len(self._scratch.users)
-        )
+        shared = 0 if self._scratch is None else held[self._scratch.hold.pool] // len(self._scratch.users)
+        return shared + sum(held[pool] for pool in self._pools)
 
 
 def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:

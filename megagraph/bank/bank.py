@@ -26,14 +26,7 @@ from megagraph.bank.backends import PassMemories, backend_for
 from megagraph.bank.capture import BankOptions, CapturePlan
 from megagraph.bank.restore import main_grad_of, plain_tensors
 from megagraph.bank.rng import RngSources
-from megagraph.bank.sites import (
-    CapturedVariant,
-    CaptureError,
-    EagerPart,
-    SiteSpec,
-    VariantSpec,
-    tensors_in,
-)
+from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, SiteSpec, VariantSpec, tensors_in
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.timeline import Lease
@@ -124,18 +117,14 @@ class Bank(_C.GraphBank):
         """Captures variants and seals the bank. Call it between steps only, with every slot free.
 
         A variant that has graphs gets others. A site that cannot be captured stays eager, is logged and
-        listed in `failures`; the others go on. The largest variant comes first: the smaller ones then live
-        in its memory.
+        listed in `failures`; the others go on.
         """
         if holders := self.holders():
             raise RuntimeError(f"capture needs every slot to be free; still held: {holders}")
-        order = sorted(
-            [CapturedVariant(spec, self.num_slots) for spec in variants],
-            key=lambda variant: (variant.spec.training, variant.spec.rows),
-            reverse=True,
-        )
+        order = [CapturedVariant(spec, self.num_slots) for spec in variants]
+        order.sort(key=lambda variant: (variant.spec.training, variant.spec.rows), reverse=True)
         self.rng.expect_streams()
-        start = time.perf_counter()
+        say, start = progress or (lambda *_said: None), time.perf_counter()
         self.become(_C.BankState.CAPTURING)
         was_enabled = gc.isenabled()
         self.backend.settle()
@@ -143,19 +132,16 @@ class Bank(_C.GraphBank):
         gc.disable()
         try:
             self.drop(variant.spec.key for variant in order)
-            # Every warm-up first: beside a pool that is full already, its memory would come on top.
             for prepare in (self._warm_up, self._learn_memory):
                 for variant in order:
                     with variant.spec.context():
                         prepare(variant)
             self.backend.settle()
             for done, variant in enumerate(order):
-                if progress is not None:
-                    progress(done, len(order), f"variant {variant.spec}")
+                say(done, len(order), f"variant {variant.spec}")
                 with variant.spec.context():
                     self._capture_one(variant)
-            if progress is not None:
-                progress(len(order), len(order), "done")
+            say(len(order), len(order), "done")
         finally:
             if was_enabled:
                 gc.enable()
@@ -289,12 +275,10 @@ class Bank(_C.GraphBank):
 
         The variant's `MetadataSpec`s name metadata by its place in `sources`, on the bank's device.
         """
-        index = self.variants.get(key)
-        reason = (
-            self.eager_variants.get(key, EagerReason.WARMING_UP)
-            if index is None
-            else self.begin(index, sources, True)
-        )
+        if (index := self.variants.get(key)) is None:
+            yield self.eager_variants.get(key, EagerReason.WARMING_UP)
+            return
+        reason = self.begin(index, sources, True)
         try:
             yield reason
         finally:

@@ -23,7 +23,7 @@ and why.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +50,6 @@ _FURTHER_RUNS, _MOST_RUNS = 4, 20
 # Of what a site gets: gradients that pass over gaps may grow from site to site beyond what types hold.
 _LARGEST_GRADIENT = 2.0**10
 _INPUT = "gradient of the input"
-_ELSEWHERE = "on another rank"
-
-_Run = Callable[[], contextlib.AbstractContextManager[Results]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,25 +201,21 @@ class Verification:
             leaf = taken.detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
-            is_refused = out is NotImplemented
             # Ranks are at one site. Where one of them does not run it, the others would wait in its module.
-            refused, _site = self._bank.options.max_over_ranks([int(is_refused), index])
+            refused, _site = self._bank.options.max_over_ranks([int(out is NotImplemented), index])
             if refused:
-                self.not_run[index] = (
-                    _counted_since(counts, self._bank.counters()) if is_refused else _ELSEWHERE
-                )
+                why = _counted_since(counts, bank.counters()) if out is NotImplemented else "on another rank"
+                self.not_run[index] = why
                 self._state.put(index)
                 del out
                 continue
             self.num_replays += 1
             outputs, transient = as_tuple(out), bank.specs[index].transient
+            kept = [it.detach() for it in outputs]
             flight = _Flight(
                 index=index,
                 leaf=leaf,
-                outputs=[
-                    it.detach().clone() if number in transient else it.detach()
-                    for number, it in enumerate(outputs)
-                ],
+                outputs=[it.clone() if number in transient else it for number, it in enumerate(kept)],
                 written=self._state.now(index),
                 begins=[*map(gradient_edge, outputs)],
                 before=before,
@@ -236,7 +229,7 @@ class Verification:
                 self._bank.rng.restore(after)
             if index not in bank.gaps:
                 given = out
-            del out, outputs  # nobody may hold one that is transient
+            del out, outputs, kept  # nobody may hold one that is transient
 
     def _staged(self, index: int, given: Tensor) -> Tensor:
         return self._variant.staged(given, self._example.sources) if self._bank.is_entry(index) else given
@@ -272,10 +265,10 @@ class Verification:
         has_threads, slot = self._bank.options.holds_collectives, self._bank.slot_index
         note = None if has_threads else self._variant.notes[slot].get(flight.index)
         with self._bank.backend.lend(slot, note) as lent:
-            self._compare_runs(flight, graph, lambda: self._module_run(flight, lent))
+            self._compare_runs(flight, graph, lent)
 
-    def _compare_runs(self, flight: _Flight, graph: Results, run: _Run) -> None:
-        with run() as eager:
+    def _compare_runs(self, flight: _Flight, graph: Results, lent: Lent) -> None:
+        with self._module_run(flight, lent) as eager:
             for name in sorted(graph.keys() ^ eager.keys()):  # made by one of them only
                 self._add(flight, name, float("inf"), 0.0)
             both = [name for name in graph if name in eager]
@@ -287,7 +280,7 @@ class Verification:
 
         def run_again(times: int) -> dict[str, tuple[float, float]]:
             for _ in range(times):
-                with run() as eager:
+                with self._module_run(flight, lent) as eager:
                     for name, range_ in ranges.items():
                         range_.add(eager[name])
                 del eager
@@ -301,10 +294,9 @@ class Verification:
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)
         is_exact = torch.are_deterministic_algorithms_enabled()
-        for name, (off, spread) in unlike.items():
+        for name, misfit in unlike.items():
             is_rounding = not is_exact and ranges[name].differs_as_rounded(graph[name])
-            is_noisy = ranges[name].is_noisy
-            self._add(flight, name, off, spread, is_noisy=is_noisy, is_rounding=is_rounding)
+            self._add(flight, name, *misfit, is_noisy=ranges[name].is_noisy, is_rounding=is_rounding)
 
     def _add(self, flight: _Flight, tensor: str, off: float, spread: float, **noise: bool) -> None:
         slot, index = self._bank.slot_index, flight.index
