@@ -47,16 +47,12 @@ def _check(config: Any) -> None:
         if value != served and not (served == 1 and value is None):
             raise ValueError(f"grouped experts: expected {option} {served}, got {value!r}")
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
-        raise ValueError(
-            "grouped experts: expected moe_router_topk 1 with moe_apply_probs_on_input, "
-            f"got {config.moe_router_topk}"
-        )
+        what = "expected moe_router_topk 1 with moe_apply_probs_on_input"
+        raise ValueError(f"grouped experts: {what}, got {config.moe_router_topk}")
     is_fused_gate = config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
     if config.bias_activation_fusion and not is_fused_gate:
-        raise ValueError(
-            "grouped experts: expected bias_activation_fusion False where the activation is neither SwiGLU "
-            "nor quick GEGLU"
-        )
+        what = "expected bias_activation_fusion False where the activation is neither SwiGLU nor quick GEGLU"
+        raise ValueError(f"grouped experts: {what}")
     modules = getattr(config, "recompute_modules", None) or ()
     if config.recompute_granularity == "selective" and "moe_act" in modules:
         raise ValueError("grouped experts: expected recompute_modules without 'moe_act'")
@@ -89,7 +85,7 @@ class SortingDispatcher:
         return self._rows.permute(hidden_states), self._rows.permute_probs(probs)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing: all experts are here."""
+        """Nothing, and so in the two steps behind the experts: all of these are here."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +94,6 @@ class SortingDispatcher:
         return hidden_states, self._rows.offsets, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Nothing."""
         return hidden_states
 
     token_combine = combine_preprocess
@@ -176,8 +171,7 @@ def grouped_experts() -> type[Any]:
             of_copies = getattr(pg_collection, "expt_dp", None)
             self._copy = 0 if of_copies is None else of_copies.rank()
             hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
-            on_host = config.use_cpu_initialization
-            device: Any = "cpu" if on_host else torch.cuda.current_device()
+            device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
             place: Any = {"dtype": config.params_dtype, "device": device}
             columns = 2 * inner if config.gated_linear_unit else inner
             self.linear_fc1 = GroupedLinear(num_local_experts, hidden, columns, **place)
@@ -186,11 +180,11 @@ def grouped_experts() -> type[Any]:
                 # As Megatron's DDP asks: all ranks that share the data share these experts.
                 param.allreduce = True
             if config.perform_initialization:
-                self._initialize(on_host)
+                self._initialize()
             self._register_load_state_dict_pre_hook(_adopt, with_module=True)
 
         @torch.no_grad()
-        def _initialize(self, on_host: bool) -> None:
+        def _initialize(self) -> None:
             """Draws expert by expert, as Megatron does where each is a module."""
             from megatron.core.tensor_parallel.random import (
                 get_cuda_rng_tracker,
@@ -198,13 +192,12 @@ def grouped_experts() -> type[Any]:
             )
 
             config = self.config
+            first = self.linear_fc1, config.init_method
+            second = self.linear_fc2, config.output_layer_init_method
             for expert in range(self.num_local_experts):
-                for linear, init in (
-                    (self.linear_fc1, config.init_method),
-                    (self.linear_fc2, config.output_layer_init_method),
-                ):
+                for linear, init in (first, second):
                     weight = linear.weight[expert]
-                    if on_host:
+                    if config.use_cpu_initialization:
                         drawn = torch.empty(weight.shape, dtype=torch.float)
                         init(drawn)
                         weight.copy_(drawn)

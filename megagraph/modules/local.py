@@ -178,9 +178,8 @@ class VarlenAttention(nn.Module):
             raise ValueError(f"VarlenAttention: expected self attention, got {attention_type!r}")
         cp_comm_type = further.get("cp_comm_type")
         if cp_comm_type is None and config.context_parallel_size == 1:
-            cp_comm_type = getattr(config, "cp_comm_type", None)
-            if isinstance(cp_comm_type, (list, tuple)):
-                cp_comm_type = cp_comm_type[layer_number - 1]
+            found = getattr(config, "cp_comm_type", None)
+            cp_comm_type = found[layer_number - 1] if isinstance(found, (list, tuple)) else found
         elif cp_comm_type not in _WAYS:
             raise _unknown(cp_comm_type)
         lacking = {"window_size": None, "softmax_type": "vanilla", "apply_query_key_layer_scaling": False}
@@ -189,14 +188,15 @@ class VarlenAttention(nn.Module):
                 raise ValueError(f"VarlenAttention: expected {option} {expected}, got {found}")
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type
-        self.cp_group: _Group | None = None
-        if config.context_parallel_size > 1:
-            self.cp_group = getattr(further.get("pg_collection"), "cp", None)
-            if self.cp_group is None:
-                raise ValueError(
-                    f"VarlenAttention: expected a pg_collection with the context-parallel group of "
-                    f"context_parallel_size {config.context_parallel_size}, got none"
-                )
+        is_shared = config.context_parallel_size > 1
+        self.cp_group: _Group | None = (
+            getattr(further.get("pg_collection"), "cp", None) if is_shared else None
+        )
+        if is_shared and self.cp_group is None:
+            raise ValueError(
+                f"VarlenAttention: expected a pg_collection with the context-parallel group of "
+                f"context_parallel_size {config.context_parallel_size}, got none"
+            )
         _is_causal(attn_mask_type)
         self.attn_mask_type = attn_mask_type
 

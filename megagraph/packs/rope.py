@@ -23,19 +23,11 @@ __all__ = ["RotaryTables", "Rotation", "rope_mla"]
 class Rotation:
     """Which angle each row of a pack is rotated by, and with which roundings.
 
-    Args:
-        cos: [positions, R] in the dtype of what is rotated, R even and at most 256, YaRN's scale multiplied
-            in.
-        sin: like ``cos``.
-        cu_seqlens_padded: int32 [N + 1], global offsets; under context parallelism every document's
-            length is a multiple of 2 * cp_size.
-        fused: False: each product and each sum is rounded, as in Megatron's unfused path. True: as in its
-            fused kernels, which round the product of a pair's second member and add that of the first
-            unrounded.
-        cp_size: number of context-parallel ranks.
-        cp_rank: this rank.
+    If `fused` as in Megatron's fused kernels, which round the product of a pair's second member and add that
+    of the first unrounded; else each product and each sum is rounded, as in its unfused path.
     """
 
+    # [positions, R] in the dtype of what is rotated, R even and at most 256, YaRN's scale multiplied in.
     cos: Tensor
     sin: Tensor
     cu_seqlens_padded: Tensor
@@ -101,11 +93,6 @@ def rope_mla(
         q's memory, if q is given, then if kv is given keys [T, G, C + R] and values [T, G, V], contiguous.
         Whole rows of the tail are zero, in the gradients as well. The gradient of k_pe is summed over the
         heads in float32 (of float64 in float64), in their order, and rounded once before it is rotated back.
-
-    Raises:
-        ValueError: if shapes, dtypes, devices, the rank or (on the CPU only) the offsets do not fit.
-        IndexError: on the CPU, if a document is longer than the tables; on a GPU this is a device
-            assertion.
 
     Source: DeepSeek-V2 (2024); the roundings are those of ``megatron.core.fusions.fused_mla_yarn_rope_apply``
     as Triton compiles it.

@@ -138,7 +138,7 @@ class Changes:
             self._drop(is_partial)
         if is_broken and context.is_whole:
             # Those ranks have dropped theirs: a pack that they share with this one is in no graph there.
-            context.give_up()
+            context.is_whole = False
             self._captures.reset()
             log.warning("other ranks have destroyed a group of theirs alone: nothing is captured any more")
 

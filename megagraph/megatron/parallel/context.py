@@ -69,13 +69,12 @@ class ContextRanks:
         sizes: of all groups, ascending.
         is_dynamic: packs say by how many ranks they are shared.
         is_whole: none of the groups of several sizes, here or on a rank that was heard since, has been
-            destroyed by its ranks alone.
+            destroyed by its ranks alone: else nothing is captured any more.
     """
 
     def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
         self._model, self._cp_sizes = weakref.ref(model), tuple(cp_sizes)
-        self._own: _Group | None = None
-        self._knows_own = False
+        self._own: tuple[_Group | None] | None = None  # as far as it is known
         self.size = self._own_size()
         self.is_dynamic, self.is_whole = bool(cp_sizes), True
         self.sizes: tuple[int, ...] = tuple(sorted({self.size, *cp_sizes}))
@@ -130,9 +129,10 @@ class ContextRanks:
 
     def own_group(self) -> _Group | None:
         """The group that the model was built with; None for one rank."""
-        if not self._knows_own:  # not looked up while modules are shown another one
-            self._own, self._knows_own = groups_of_pack(self._model()).get("cp"), True
-        return self._own
+        self._own = self._own or (
+            groups_of_pack(self._model()).get("cp"),
+        )  # never while another one is shown
+        return self._own[0]
 
     def _own_size(self) -> int:
         own = self.own_group()
@@ -144,22 +144,17 @@ class ContextRanks:
         Those are destroyed by all ranks of the job, which look up others. One alone is destroyed by its own
         ranks, which cannot make another without the rest.
         """
-        self._knows_own = False
+        self._own = None
         if group is None or group is distributed.group.WORLD:
             self._of_sizes = None
         elif any(group is known for known in self.known()):
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Ranks have destroyed a group of theirs alone, here or elsewhere: nothing is captured any more."""
-        self.is_whole = False
+            self.is_whole = False
 
     def are_own(self, cp_size: int, group: _Group | None) -> bool:
         """Whether ranks that share a pack, of a group if the pack names one, are the model's own in order."""
         own = self.own_group()
-        if cp_size != self.size:
-            return False
-        return cp_size == 1 or group is None or group is own or _in_order(group) == _in_order(own)
+        is_all = cp_size == 1 or group is None or group is own
+        return cp_size == self.size and (is_all or _in_order(group) == _in_order(own))
 
     def of_size(self, cp_size: int) -> _Group | None:
         """This rank's group of a size; None for one rank, and if groups have been forgotten."""
@@ -304,9 +299,8 @@ _HIERARCHICAL = "a2a+p2p"  # its ranks are in two groups, which Megatron makes f
 
 def unsupported_sharing(model: Any) -> Iterator[str]:
     """What of a model ranks cannot share packs in, in words."""
-    cores = [
-        core for module in model.modules() if (core := getattr(module, "core_attention", None)) is not None
-    ]
+    found = (getattr(module, "core_attention", None) for module in model.modules())
+    cores = [core for core in found if core is not None]
     for name in sorted({type(core).__name__ for core in cores if not _is_known(core)}):
         yield f"attention of class {name}"
     # It gets the rows past a pack's end as one document more, of padding alone.

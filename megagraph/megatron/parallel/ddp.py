@@ -89,12 +89,9 @@ def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:
     None if DDP neither reduces gradients in the backward pass nor gathers parameters in the forward pass.
     """
     group_of = _buckets(ddp, "overlap_grad_reduce", "overlap_param_gather")
-    first: dict[Any, int] = {}
-    for index, site in enumerate(sites):
-        for param in site.parameters():
-            if param in group_of:
-                first.setdefault(group_of[param], index)
-    return {*first.values()}
+    owned = [(param, index) for index, site in enumerate(sites) for param in site.parameters()]
+    # The last one that is met is the first site of a group.
+    return {*{group_of[param]: index for param, index in reversed(owned) if param in group_of}.values()}
 
 
 class ParamSyncs:
@@ -147,10 +144,8 @@ class ParamSyncs:
         # Hosts take the pre-hooks away for a while, having synchronised the parameters: so here.
         if not self._ddp().remove_forward_pre_hook_handles:
             return None
-        is_done = [
-            group.param_gather_dispatched and group.param_gather_handle is None
-            for group in itertools.chain(*self._groups)
-        ]
+        groups = itertools.chain(*self._groups)
+        is_done = (it.param_gather_dispatched and it.param_gather_handle is None for it in groups)
         return None if all(is_done) else self._finish
 
     def _finish(self, index: int) -> None:

@@ -64,6 +64,7 @@ class TensorRanks:
     Attributes:
         size: of the group.
         shards_sequence: each rank holds a share of the rows between the layers.
+        is_gpt: the model is a GPTModel, which shares out the padding masks that it makes from ids itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +73,7 @@ class TensorRanks:
         self.size: int = 1 if group is None else distributed.get_world_size(group)
         config: Any = model.config
         self.shards_sequence: bool = config.sequence_parallel and self.size > 1
-        self._is_gpt = isinstance(model, GPT_FORWARD.owner())
+        self.is_gpt = isinstance(model, GPT_FORWARD.owner())
 
     def _group(self) -> Any:
         return groups_of_pack(self._model()).get("tp")
@@ -80,13 +81,6 @@ class TensorRanks:
     def rank(self) -> int:
         """This rank's place in the group."""
         return 0 if self.size == 1 else distributed.get_rank(self._group())
-
-    def shares_masks(self, *, from_ids: bool) -> bool:
-        """Whether the model hands its layers those rows of a padding mask that they have of hidden states.
-
-        It makes these `from_ids` of tokens, or is given them.
-        """
-        return not self.shards_sequence or (self._is_gpt and from_ids)
 
     def num_tokens(self, hidden_states: Tensor) -> int:
         """Physical tokens of a pack, all ranks together, from the hidden states [T, 1, H] of this one."""
@@ -147,8 +141,7 @@ def slots_of(model: nn.Module, asked: int | None) -> int:
     """
     schedule = schedule_of(model)
     needed = schedule.most_in_flight[_chunk(model)]
-    if asked is None:
-        return needed
+    asked = needed if asked is None else asked
     return asked if schedule.stages == 1 else min(asked, needed)
 
 

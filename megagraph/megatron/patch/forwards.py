@@ -25,7 +25,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch, as_pack
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
-from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
+from megagraph.megatron.graphs.walk import LayersOneByOne
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin, key_of, skips
 
@@ -133,8 +133,8 @@ class ForwardWrappers:
                     is_step = plugin.begin_bare_call(graphs)
             if batch is None:
                 mask, ranks = get("padding_mask"), graphs.tensor
-                # Layers get as many of its rows as they have of hidden states.
-                is_shared = not ranks.shards_sequence or ranks.shares_masks(from_ids=hidden_states is None)
+                # Whether layers get as many of its rows as they have of hidden states.
+                is_shared = not ranks.shards_sequence or (ranks.is_gpt and hidden_states is None)
                 doors = entries.are_megatrons, entries.are_settled
                 batch = dispatcher.enter(params, tokens, mask, is_shared, is_skipped, *doors)
             graphs.unlearned = None
@@ -256,7 +256,10 @@ class ForwardWrappers:
             if "layers" in stack.__dict__:  # shadowed: this micro-batch replays
                 (loop,) = stack.__dict__["layers"]
                 args, kwargs = by_name(names, args, kwargs)
-                stack.__dict__["layers"] = (_StackLoop(loop, kwargs),)
+                further = {name: kwargs.get(name) for name in ("rotary_pos_emb", "padding_mask")}
+                layer: Any = functools.partial(loop, **further)
+                layer.layer_number = 1  # read for the context of fp8, which is refused
+                stack.__dict__["layers"] = (layer,)
             return original(stack, *args, **kwargs)
 
         return self.block_forward(run)
@@ -272,19 +275,6 @@ def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: Callable[...,
             return original(model, *args, **kwargs)
 
     return run
-
-
-class _StackLoop:
-    """A `LayerLoop` as the one layer of a HybridStack, whose forward was called with `given`."""
-
-    layer_number = 1  # read for the context of fp8, which is refused
-
-    def __init__(self, loop: LayerLoop, given: Mapping[str, Any]) -> None:
-        self._loop = loop
-        self._further = {name: given.get(name) for name in ("rotary_pos_emb", "padding_mask")}
-
-    def __call__(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:
-        return self._loop(hidden_states, **arguments, **self._further)
 
 
 def _has_expected(
