@@ -80,7 +80,8 @@ def _attend_gathered(
         raise ValueError("VarlenAttention: all_gather needs a causal mask, got none; a2a takes any")
     size, rank = group.size(), group.rank()
     chunk = -(-max_seqlen // (2 * size))  # of the longest document
-    offsets_q, offsets_k, *maps = ops.thd_context_keys(cu_seqlens, size * query.size(0), size, rank)
+    total = size * query.size(0)
+    offsets_q, offsets_k, *maps = torch.ops.megagraph.thd_context_keys(cu_seqlens, total, size, rank)
     there, back = partial(_gathered, group=group), partial(_added_up, group=group)
     seen = linear_map(torch.cat([key, value], -1), there, back, *maps)
     seen_key, seen_value = seen.split([key.size(-1), value.size(-1)], -1)
@@ -115,7 +116,7 @@ def _attend_over_heads(
                 f"attend_over_heads: expected a multiple of {size} {name}, got {heads}; "
                 "all_gather takes any number"
             )
-    maps = ops.thd_gathered_rows(cu_seqlens, size * query.size(0), size)
+    maps = torch.ops.megagraph.thd_gathered_rows(cu_seqlens, size * query.size(0), size)
     there, back = partial(_to_heads, group=group), partial(_to_rows, group=group)
     query, key, value = (linear_map(rows, there, back, maps) for rows in (query, key, value))
     out = _attend(query, key, value, cu_seqlens, max_seqlen, **how)

@@ -28,8 +28,6 @@ __all__ = [
     "RopeLayout",
     "TailConvention",
     "rope_thd",
-    "thd_context_keys",
-    "thd_gathered_rows",
     "thd_partition_indices",
     "varlen_attention",
 ]
@@ -63,37 +61,6 @@ def thd_partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size:
     """
     out: Tensor = torch.ops.megagraph.thd_partition_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
     return out
-
-
-def thd_gathered_rows(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int) -> Tensor:
-    """Map the rows of a pack to rows as they are gathered from two ranks or more, one after another.
-
-    Returns:
-        int32 [2, total_tokens]: of each physical row its gathered one, and of each gathered row its
-        physical one.
-    """
-    out: Tensor = torch.ops.megagraph.thd_gathered_rows(cu_seqlens_padded, total_tokens, cp_size)
-    return out
-
-
-def thd_context_keys(
-    cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Lay out the keys that one rank's queries see under a causal mask, on two ranks or more.
-
-    A rank holds two chunks of each document, one behind the other. To attention these are two documents
-    whose queries lie where they are held, and whose keys are the document's rows up to the chunk's end.
-    ``total_tokens`` is a multiple of 2 * cp_size.
-
-    Returns:
-        Offsets of the queries and offsets of their keys, int32 [2 * N + 1] each; of each key the row among
-        those gathered rank by rank, int32 [K] with K = total_tokens / (2 * cp_size) * (2 * cp_size + 1); and
-        of each gathered row its key for a document's first and second chunk, int32 [2, total_tokens], K
-        where there is none. Rows of keys past the last offset are those of any row.
-    """
-    maps = torch.ops.megagraph.thd_context_keys(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
-    queries, seen, keys, places = maps
-    return queries, seen, keys, places
 
 
 def rope_thd(

@@ -35,14 +35,6 @@ class Rotation:
     cp_size: int = 1
     cp_rank: int = 0
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tables and offsets."""
-        return self.cos, self.sin, self.cu_seqlens_padded
-
-    def options(self) -> dict[str, Any]:
-        """The rest, by the ops' names."""
-        return {"fused": self.fused, "cp_size": self.cp_size, "cp_rank": self.cp_rank}
-
 
 class _RopeMla(torch.autograd.Function):
     """Rotates in place without telling autograd that it did.
@@ -55,9 +47,10 @@ class _RopeMla(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, how: Rotation, v_dim: int
     ) -> tuple[Tensor, ...]:
-        options = how.options()
-        made = torch.ops.megagraph.rope_mla_(q, kv, k_pe, *how.tensors(), v_dim=v_dim, **options)
-        ctx.save_for_backward(*how.tensors())
+        tensors = how.cos, how.sin, how.cu_seqlens_padded
+        options = {"fused": how.fused, "cp_size": how.cp_size, "cp_rank": how.cp_rank}
+        made = torch.ops.megagraph.rope_mla_(q, kv, k_pe, *tensors, v_dim=v_dim, **options)
+        ctx.save_for_backward(*tensors)
         ctx.options, ctx.has_q, ctx.has_kv = options, q is not None, kv is not None
         return tuple(made) if q is None else (q.view_as(q), *made)
 
@@ -81,18 +74,13 @@ def rope_mla(
     differentiable once, and not in the tables. Positions begin at 0 in each document. Members of a pair lie
     side by side in the inputs and half of R apart in the results, as in `rope_thd`'s ``mla_interleaved``.
 
-    Args:
-        q: [T, H, C + R] or None; the last R dimensions of each head are rotated. Dense, its last dimension
-            contiguous.
-        kv: [T, G, C + V] or None: of each head the key's C dimensions without a position, then its value.
-        k_pe: [T, 1, R], the rotary part of the key that all heads share; None where kv is.
-        how: the angles and roundings.
-        v_dim: V, where kv is given.
+    Of q, [T, H, C + R] and dense, the last R dimensions of each head are rotated; its memory is the first
+    result. Of kv, [T, G, C + V], each head has the key's C dimensions without a position, then its value of V
+    (`v_dim`), and k_pe, [T, 1, R], is the rotary part of the key that all heads share: keys [T, G, C + R] and
+    values [T, G, V] are the next results, contiguous. Either may be None, k_pe with kv.
 
-    Returns:
-        q's memory, if q is given, then if kv is given keys [T, G, C + R] and values [T, G, V], contiguous.
-        Whole rows of the tail are zero, in the gradients as well. The gradient of k_pe is summed over the
-        heads in float32 (of float64 in float64), in their order, and rounded once before it is rotated back.
+    Whole rows of the tail are zero, in the gradients as well. The gradient of k_pe is summed over the heads
+    in float32 (of float64 in float64), in their order, and rounded once before it is rotated back.
 
     Source: DeepSeek-V2 (2024); the roundings are those of ``megatron.core.fusions.fused_mla_yarn_rope_apply``
     as Triton compiles it.

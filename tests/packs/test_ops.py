@@ -311,6 +311,6 @@ def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     grad = torch.randn_like(q)
     request.getfixturevalue("host_waits_for_nothing")
     CORE.pad_cu_seqlens(few, 5, 9)
-    ops.thd_gathered_rows(shared, 32, 4)
-    ops.thd_context_keys(shared, 32, 4, 3)
+    CORE.thd_gathered_rows(shared, 32, 4)
+    CORE.thd_context_keys(shared, 32, 4, 3)
     torch.autograd.grad(ops.varlen_attention(q, k, v, packed, 32), (q, k, v), grad)

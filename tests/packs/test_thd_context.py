@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offsets import offsets
 
-from megagraph.packs.ops import thd_context_keys, thd_gathered_rows, thd_partition_indices
+from megagraph.packs.ops import thd_partition_indices
 
 
 def zigzag(document_lengths: list[int], tail: int, cp_size: int, cp_rank: int) -> list[int]:
@@ -60,7 +60,9 @@ def test_gathered_rows_and_rows_of_documents_are_mapped_both_ways(
     lengths, tail = [unit * 2 * cp_size for unit in units], tail_units * cp_size
     total = sum(lengths) + tail
     gathered = [row for rank in range(cp_size) for row in zigzag(lengths, tail, cp_size, rank)]
-    to_gathered, to_physical = thd_gathered_rows(offsets(lengths, device), total, cp_size).tolist()
+    to_gathered, to_physical = torch.ops.megagraph.thd_gathered_rows(
+        offsets(lengths, device), total, cp_size
+    ).tolist()
     assert to_physical == gathered
     assert [gathered[row] for row in to_gathered] == list(range(total))
 
@@ -74,7 +76,7 @@ def test_each_chunk_sees_its_document_up_to_its_end(
     total = sum(lengths) + tail
     gathered = [row for rank in range(cp_size) for row in zigzag(lengths, tail, cp_size, rank)]
     for rank in range(cp_size):
-        maps = thd_context_keys(offsets(lengths, device), total, cp_size, rank)
+        maps = torch.ops.megagraph.thd_context_keys(offsets(lengths, device), total, cp_size, rank)
         queries, seen, keys, places = (found.tolist() for found in maps)
         local = zigzag(lengths, tail, cp_size, rank)
         expected, start = [], 0

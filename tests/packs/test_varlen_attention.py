@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megagraph.packs.ops import (
-    thd_context_keys,
     thd_partition_indices,
     varlen_attention,
 )
@@ -190,7 +189,7 @@ def test_a_context_parallel_rank_has_its_rows_of_the_whole(device: str, cp_rank:
     packed = offsets(lengths, device)
     held = [thd_partition_indices(packed, total, cp_size, rank) for rank in range(cp_size)]
     gathered = torch.cat(held)
-    of_queries, of_keys, keys, _ = thd_context_keys(packed, total, cp_size, cp_rank)
+    of_queries, of_keys, keys, _ = torch.ops.megagraph.thd_context_keys(packed, total, cp_size, cp_rank)
     seen_key, seen_value = (t[gathered][keys] for t in (k, v))
     chunk = max(lengths) // (2 * cp_size)
     longest = chunk * (2 * cp_size - cp_rank)
