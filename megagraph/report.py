@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -155,8 +155,7 @@ def check_target(option: str, path: Path | None) -> None:
         raise ValueError(f"{option}: expected a file, {path} is a folder")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(
             f"{option}: expected a file that can be written, got {path}: {folder}: {error.strerror or error}"
@@ -254,16 +253,9 @@ def _read(path: Path) -> dict[str, Any]:
 def capture_progress() -> Callable[[int, int, str], None]:
     """A display for `Bank.capture()`, on standard error; only of rank 0, and only on a terminal."""
     console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("capturing graphs"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal or rank() != 0,
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.description}"
+    is_silent = not console.is_terminal or rank() != 0
+    bar = Progress("capturing graphs", *columns, console=console, transient=True, disable=is_silent)
     task = bar.add_task("")
 
     def show(done: int, total: int, label: str) -> None:
