@@ -50,10 +50,7 @@ class Backend:
         return contextlib.nullcontext()
 
     def learning(self) -> contextlib.AbstractContextManager[tuple[int, PassMemories] | None]:
-        """Gives a pool for one capture of a variant, whose memory goes back afterwards, and what it learns.
-
-        None where slots share nothing.
-        """
+        """A pool for one capture of a variant, given back afterwards, and what it learns; or None."""
         return contextlib.nullcontext()
 
     def reserve(self, slot_pool: int, num_bytes: int) -> None:
@@ -62,10 +59,7 @@ class Backend:
     def record(
         self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
     ) -> _C.Executable:
-        """Records `body` into the pool of a slot.
-
-        `memory` is what the pass allocates, of which slots share what is temporary; None to share nothing.
-        """
+        """Records `body` into the pool of a slot; of the pass's `memory` slots share what is temporary."""
         body()
         return _C.make_host_executable(body)
 
@@ -77,9 +71,7 @@ class Backend:
         """Lends memory of a slot's pool, that was free at the note, to work that is not captured.
 
         Inside of `recording()`. Without a note, or where it cannot be lent, the work gets memory of its own.
-
-        Raises:
-            KeptMemoryError: where some of it is still in use afterwards.
+        Raises `KeptMemoryError` where some of it is still in use afterwards.
         """
         return contextlib.nullcontext(contextlib.nullcontext)
 

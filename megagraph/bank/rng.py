@@ -177,8 +177,7 @@ class RngSources:
 
     def expect_streams(self) -> None:
         """Remembers the generators of now; before the first capture."""
-        if self._captured is None:
-            self._captured = self.generators()
+        self._captured = self.generators() if self._captured is None else self._captured
 
     def has_other_streams(self) -> bool:
         """Whether trackers draw from other generators than the graphs: their states were set, say."""
@@ -190,10 +189,9 @@ class RngSources:
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
             return False
         now = self.generators()
-        if len(now) != len(self._captured) or not all(map(_is_same_stream, self._captured, now)):
-            return True
-        self._seen = seen
-        return False
+        are_same = len(now) == len(self._captured) and all(map(_is_same_stream, self._captured, now))
+        self._seen = seen if are_same else self._seen
+        return not are_same
 
     def snapshot(self) -> Snapshot:
         """The state of every stream now."""
@@ -223,5 +221,5 @@ class RngSources:
         now = self.snapshot()
         pairs = [] if self._is_host_drawn else [(snapshot[0][0], now[0][0])]
         for before, after in zip(snapshot[1], now[1], strict=True):
-            pairs += [(before[name], state) for name, state in after.items() if name in before]
+            pairs += [(before[name], after[name]) for name in before.keys() & after.keys()]
         return not all(torch.equal(*pair) for pair in pairs)

@@ -345,18 +345,11 @@ class ContextGroups:
 
     A group of c ranks begins at a multiple of c. Making them is collective over all ranks of the job, also of
     those in other groups: every rank makes all of them, in one order. A group of one rank is None; one of all
-    ranks is the given group itself.
+    ranks is the parent itself: Megatron's data-parallel group, with context-parallel ranks in it.
 
-    Args:
-        parent: the ranks that share a global batch, in their order: Megatron's data-parallel group, with
-            context-parallel ranks in it.
-        cp_sizes: how many ranks may share a pack; each divides the number of the parent's ranks.
-        given: groups of this rank that exist already, by size, the preferred ones first. One of the ranks
-            that are wanted takes the place of a group that would be made; others are left aside, destroyed
-            ones among them: Megatron keeps those of hybrid context parallelism beyond the end of their world.
-
-    Raises:
-        ValueError: if a size does not divide them.
+    Groups of this rank that are `given`, by size and the preferred ones first, take the place of those that
+    would be made if they are of the ranks that are wanted. Others are left aside, destroyed ones among them:
+    Megatron keeps those of hybrid context parallelism beyond the end of their world.
     """
 
     def __init__(

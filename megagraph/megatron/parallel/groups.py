@@ -52,15 +52,13 @@ def _is_used(name: str, owner: object) -> bool:
     return (type(owner).__module__, name) != SAVING_GROUP
 
 
-def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+def _used_by(owner: object) -> Iterator[tuple[str, object]]:
     """What may be a group, of a module or parameter: by name, as seen from it."""
     for name, value in vars(owner).items():
-        if isinstance(value, distributed.ProcessGroup):
-            if _is_used(name, owner):
-                yield name, value
-        elif name in COLLECTIONS:
-            for used in ("tp", "cp"):
-                yield f"{name}.{used}", getattr(value, used, None)
+        if name in COLLECTIONS:
+            yield from ((f"{name}.{used}", getattr(value, used, None)) for used in ("tp", "cp"))
+        elif isinstance(value, distributed.ProcessGroup) and _is_used(name, owner):
+            yield name, value
 
 
 def ranks_of_pack(groups: Mapping[str, Ranks]) -> Ranks:
@@ -91,7 +89,7 @@ def held_by(site: SiteSpec) -> Mapping[str, Any]:
     """The groups of several ranks that modules and parameters of a site hold, each once: by attribute."""
     groups: dict[int, tuple[str, object]] = {}
     for path, owner in (*site.named_modules(), *site.named_parameters()):
-        for name, group in () if path in site.bypassed else _attributes(owner):
+        for name, group in () if path in site.bypassed else _used_by(owner):
             if len(ranks_of(group)) > 1:
                 groups.setdefault(id(group), (f"{path}.{name}" if path else name, group))
     return dict(groups.values())

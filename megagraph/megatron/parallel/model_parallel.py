@@ -100,8 +100,7 @@ class TensorRanks:
     def share_anew(self, hidden_states: Tensor, tokens: int) -> Tensor:
         """This rank's rows [T, 1, H] of a pack that is made one of `tokens` physical tokens, at its end.
 
-        Every rank of the group calls it. Added rows are zero. Hidden states that need a gradient need it on
-        every rank.
+        Hidden states that need a gradient need it on every rank of the group.
         """
         return shared_anew(hidden_states, self.rows(tokens), self._group())
 

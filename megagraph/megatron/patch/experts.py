@@ -73,12 +73,11 @@ def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., A
             padding_mask = None if batch.mask is None else batch.mask.transpose(0, 1)
         elif padding_mask is not None:
             padding_mask = padding_mask[:rows]
-        probs, routing_map = original(router, input[:rows], padding_mask, **further)
-        if not added:
-            return probs, routing_map
-        probs, routing_map = (functional.pad(each, (0, 0, 0, added)) for each in (probs, routing_map))
-        mark_unrouted(routing_map)
-        return probs, routing_map
+        routed = original(router, input[:rows], padding_mask, **further)
+        if added:
+            routed = tuple(functional.pad(each, (0, 0, 0, added)) for each in routed)
+            mark_unrouted(routed[1])
+        return routed
 
     return forward
 
@@ -105,10 +104,9 @@ def wrap_choice(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> Any:
         probs, chosen = original(*args, **kwargs)
-        padding = _padding.get()
-        if padding is None:
-            return probs, chosen
-        return probs.masked_fill(padding, 0), chosen & ~padding
+        if (padding := _padding.get()) is not None:
+            return probs.masked_fill(padding, 0), chosen & ~padding
+        return probs, chosen
 
     return topk_routing_with_score_function
 
@@ -117,9 +115,8 @@ def wrap_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the count for the experts' bias, which takes the mask for one of experts, and raises."""
 
     def _apply_expert_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        if padding_mask is not None:
-            padding_mask = padding_mask.reshape(-1, 1)
-        original(router, routing_map, padding_mask=padding_mask)
+        padding = None if padding_mask is None else padding_mask.reshape(-1, 1)
+        original(router, routing_map, padding_mask=padding)
 
     return _apply_expert_bias
 
@@ -147,8 +144,7 @@ def wrap_permutation(original: Callable[..., Any]) -> Callable[..., Any]:
         permuted = take_permuted()
         if permuted is None:
             return original(*args, num_out_tokens=num_out_tokens, **options)
-        count = int(num_out_tokens)
-        if count != permuted[0].size(0):
+        if (count := int(num_out_tokens)) != permuted[0].size(0):
             permuted = [each[:count] for each in permuted]
         return *permuted, *further
 
