@@ -6,6 +6,7 @@
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/micro_batch.h"
 #include "csrc/python/module_calls.h"
+#include "csrc/torch/skipping.h"
 
 namespace py = pybind11;
 
@@ -72,6 +73,8 @@ void bind_dispatch(py::module_& m) {
       .def("states_with_graphs", &DueVariants::states_with_graphs);
   m.def("has_forwards", &has_forwards, py::arg("model"), py::arg("of_model"), py::arg("of_block"));
   m.def("by_name", &by_name, py::arg("names"), py::arg("args"), py::arg("kwargs"));
+  m.def("is_skipped", &is_skipped);
+  m.def("set_skipped", &set_skipped, py::arg("is_skipped"));
   m.def("mark_canonical", &mark_canonical, py::arg("params"));
   m.def("is_canonical", &is_canonical, py::arg("offsets"));
   m.def("with_canonical_mark", &with_canonical_mark, py::arg("params"));

@@ -70,13 +70,14 @@ using Pools = std::vector<std::shared_ptr<Slot>>;
 #endif
 
 std::shared_ptr<GraphBank> make_bank(c10::Device device, int num_sites, int num_slots,
-                                     const Pools& pools, bool poison, bool holds_collectives) {
+                                     const Pools& pools, bool poison,
+                                     RunEagerAlike run_eager_alike) {
   TORCH_CHECK_VALUE(num_slots >= 1, "a bank needs at least one slot, got ", num_slots);
   TORCH_CHECK_VALUE(pools.empty() || static_cast<int>(pools.size()) == num_slots, "expected ",
                     num_slots, " pools, one for each slot, got ", pools.size());
   std::vector<std::shared_ptr<void>> held(pools.begin(), pools.end());
   held.resize(num_slots);  // the host's slots have none
-  return std::make_shared<GraphBank>(device, num_sites, held, poison, holds_collectives);
+  return std::make_shared<GraphBank>(device, num_sites, held, poison, std::move(run_eager_alike));
 }
 
 // A call on a span of sites; without its last one, on one site.
@@ -153,7 +154,7 @@ void bind_graph_bank(py::module_& m) {
            py::arg("end_source"));
   py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
       .def(py::init(&make_bank), py::arg("device"), py::arg("num_sites"), py::kw_only(),
-           py::arg("num_slots"), py::arg("pools"), py::arg("poison"), py::arg("holds_collectives"))
+           py::arg("num_slots"), py::arg("pools"), py::arg("poison"), py::arg("run_eager_alike"))
       .def_property_readonly("state", &GraphBank::state)
       .def("become", &GraphBank::become, py::arg("state"))
       .def(
@@ -217,7 +218,11 @@ void bind_graph_bank(py::module_& m) {
            py::arg("slot"))
       .def("drop_variant", &GraphBank::drop_variant, py::arg("variant"))
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("noticed"))
-      .def("set_listening", &GraphBank::set_listening, py::arg("is_listening"))
+      .def("set_in_step", &GraphBank::set_in_step, py::arg("is_in_step"))
+      .def("reason_before_step", &GraphBank::reason_before_step, py::kw_only(), py::arg("training"),
+           py::arg("look_at_grads"))
+      .def("run_eager_alike", &GraphBank::run_eager_alike, py::arg("variant"), py::arg("site"),
+           py::arg("reason"))
       .def("begin", &begin_micro_batch, py::arg("variant"), py::arg("sources"),
            py::arg("look_at_grads"))
       .def("end", &GraphBank::end)

@@ -42,7 +42,9 @@ std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
                                              const std::vector<at::Tensor>& sources,
                                              bool look_at_grads) {
   wait_for_tensors(bank);
-  return bank.begin(variant, sources, look_at_grads);
+  const auto reason = bank.begin(variant, sources, look_at_grads);
+  if (reason) bank.run_eager_alike(variant, /*site=*/-1, *reason);
+  return reason;
 }
 
 Dispatcher::Dispatcher(const DispatchOptions& options)

@@ -45,7 +45,7 @@ struct DispatchOptions {
 };
 
 // `GraphBank::begin()`, after waiting for tensors that other threads are about to free: Note [Other
-// threads] in slot_ring.h.
+// threads] in slot_ring.h. What runs eager does so alike on all ranks.
 std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
                                              const std::vector<at::Tensor>& sources,
                                              bool look_at_grads);

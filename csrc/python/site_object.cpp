@@ -60,6 +60,7 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
   }
   if (reason) {
     if (site->counts_eager) {
+      if (bank.current()) bank.run_eager_alike(bank.current()->variant(), site->first, *reason);
       bank.counters().count_eager(*reason, bank.site(site->first).calls());
     }
     Py_RETURN_NOTIMPLEMENTED;

@@ -85,7 +85,7 @@ class Bank(_C.GraphBank):
             num_slots=num_slots,
             pools=self.backend.add_pools(num_slots),
             poison=options.poison or device.type == "cpu",
-            holds_collectives=options.holds_collectives,
+            run_eager_alike=options.run_eager_alike if options.holds_collectives else None,
         )
         for index, site in enumerate(self.specs):
             self.set_site_calls(index, site.calls)

@@ -61,10 +61,10 @@ class Verdict(enum.IntEnum):
 
 
 class GroupGaveUp(RuntimeError):
-    """Another rank of the group has given the whole capture up."""
+    """Another rank of the group has given the whole capture, or verification, up."""
 
     def __init__(self) -> None:
-        super().__init__("another rank of the group gave this capture up")
+        super().__init__("another rank of the group gave this up")
 
 
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
@@ -75,6 +75,9 @@ class BankOptions:
     """What graphs are captured under."""
 
     holds_collectives: bool = False  # they contain some, so that no rank may fall back alone
+    # Called with a variant, a site (-1 for all) and why, where a rank has to run eager inside of a step what
+    # others may replay: raises unless all of them have to. Must not lead back to the bank, which holds it.
+    run_eager_alike: Callable[[int, int, str], None] = lambda _variant, _site, _why: None
     # Asks the ranks whose graphs hold the same collectives, after each part of a capture: a site that one of
     # them cannot capture stays eager on all of them.
     max_over_ranks: MaxOverRanks = list
@@ -85,6 +88,13 @@ class BankOptions:
     left_out: Collection[str] = ()
     poison: bool = False  # fill boundaries of a freed slot with NaN (always on the CPU): who reads them shows
     annotate: bool = False  # name each replay for profilers, as a range of torch's and as an NVTX range
+
+    def worst_verdict(self, verdict: Verdict) -> Verdict:
+        """The worst verdict of the group on what every rank has just tried; raises where one has given up."""
+        worst = Verdict(self.max_over_ranks([verdict])[0])
+        if worst is Verdict.GAVE_UP:
+            raise GroupGaveUp
+        return worst
 
 
 def _line_of(error: BaseException) -> str:
@@ -183,10 +193,10 @@ class CapturePlan:
             raise
         except CaptureError as error:
             if error.reason is not EagerReason.GROUP_DISAGREED:  # the others have told this rank
-                self._worst_verdict(Verdict.FAILED)
+                self._options.worst_verdict(Verdict.FAILED)
             raise
         except Exception as error:
-            self._worst_verdict(Verdict.FAILED)
+            self._options.worst_verdict(Verdict.FAILED)
             detail = f"{phase} failed at {_line_of(error)}, last op {self._last_op()}: "
             raise self._error(
                 index, EagerReason.CAPTURE_FAILED, f"{detail}{type(error).__name__}: {error}"
@@ -198,16 +208,9 @@ class CapturePlan:
 
     def _await_peers(self, index: int, phase: str) -> None:
         """Goes on where every rank of the group can."""
-        if self._worst_verdict(Verdict.FINE) is Verdict.FAILED:
+        if self._options.worst_verdict(Verdict.FINE) is Verdict.FAILED:
             detail = f"{phase} failed on another rank of the group"
             raise self._error(index, EagerReason.GROUP_DISAGREED, detail)
-
-    def _worst_verdict(self, verdict: Verdict) -> Verdict:
-        """The worst verdict of the group on what every rank has just tried."""
-        worst = Verdict(self._options.max_over_ranks([verdict])[0])
-        if worst is Verdict.GAVE_UP:
-            raise GroupGaveUp
-        return worst
 
     def _last_op(self) -> str:
         return (self._trace.last_op if self._trace is not None else "") or "none"

@@ -19,7 +19,9 @@ no bound, so that a graph which lies further off has to do so twice; and where n
 entries differ, four times, unless torch is asked for deterministic algorithms.
 
 A site that has a graph and does not take the micro-batch, on any rank, is not verified; `not_run` says which,
-and why.
+and why. Ranks tell each other how each run went, of a graph or a module: if one of them fails, all give the
+verification up. One that runs out of memory tells nobody, as others may wait for it in a module's collective:
+that error ends the job, as in eager.
 """
 
 import contextlib
@@ -34,7 +36,7 @@ from torch.autograd.graph import GradientEdge
 from megagraph import _C
 from megagraph.bank.backends import Lent
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import gradient_edge, swap_of
+from megagraph.bank.capture import GroupGaveUp, Verdict, gradient_edge, swap_of
 from megagraph.bank.restore import KeptGradients, KeptState, Results
 from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
@@ -124,13 +126,13 @@ class Verification:
     def run(self) -> None:
         """Runs the micro-batch both ways, in each slot; `differences` says what came out. Counts no calls."""
         bank, counters = self._bank, self._bank.counters()
-        bank.set_listening(False)
+        bank.set_in_step(False)
         try:
             with bank.backend.recording():
                 for _slot in range(bank.num_slots):  # which take turns
                     self._run_slot()
         finally:
-            bank.set_listening(True)
+            bank.set_in_step(True)
             bank.set_counters(counters)
             bank.backend.settle()  # no later work on this stream would take that memory
 
@@ -171,8 +173,7 @@ class Verification:
         return True
 
     def _somewhere(self, here: bool) -> bool:
-        (found,) = self._bank.options.max_over_ranks([int(here)])
-        return bool(found)
+        return self._bank.options.worst_verdict(Verdict(here)) is Verdict.FAILED
 
     def _in_valid_rows(self, output: Tensor) -> Tensor:
         valid, counts = self._example.valid_rows, (self._variant.spec.rows, self._example.hidden.shape[0])
@@ -201,10 +202,10 @@ class Verification:
             leaf = taken.detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
-            # Ranks are at one site. Where one of them does not run it, the others would wait in its module.
-            refused, _site = self._bank.options.max_over_ranks([int(out is NotImplemented), index])
-            if refused:
-                why = _counted_since(counts, bank.counters()) if out is NotImplemented else "on another rank"
+            is_refused = out is NotImplemented
+            # Where one rank does not run a site, the others would wait in its module.
+            if self._somewhere(is_refused):
+                why = _counted_since(counts, bank.counters()) if is_refused else "on another rank"
                 self.not_run[index] = why
                 self._state.put(index)
                 del out
@@ -310,6 +311,7 @@ class Verification:
         has_backward = kept is not None
         leaf, swap = flight.leaf.detach().requires_grad_(has_backward), swap_of(site, has_backward)
         self._bank.rng.restore(flight.before)
+        self._bank.options.worst_verdict(Verdict.FINE)  # a rank that got no further enters no collective
         try:
             with contextlib.nullcontext() if kept is None else kept.put_back_afterwards():
                 with lent(), swap, torch.set_grad_enabled(has_backward):
@@ -330,13 +332,18 @@ def verify(bank: Bank, key: Any, example: Example) -> Verification:
     """Compares a variant's graphs, of each slot, with its modules on a real micro-batch; counts no calls.
 
     Call it between steps only, with every slot free. Everything is as it was afterwards. Where a module keeps
-    memory of its call, over which graphs would write, that is a `KeptMemoryError`.
+    memory of its call, over which graphs would write, that is a `KeptMemoryError`. What fails on another rank
+    is a `GroupGaveUp`.
     """
-    verification = Verification(bank, key, example)
-    verification.run()
-    for times in range(_MOST_FURTHER):
-        if not verification.recurs(times):
-            break
+    verification, times = Verification(bank, key, example), 0
+    try:
+        verification.run()
+        while verification.recurs(times):
+            times += 1
+    except Exception as error:
+        if not isinstance(error, GroupGaveUp | torch.OutOfMemoryError):
+            bank.options.max_over_ranks([Verdict.GAVE_UP])
+        raise
     return verification
 
 

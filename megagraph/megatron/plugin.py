@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model import GraphedModel
@@ -17,10 +18,8 @@ from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.model_parallel import place_of, schedule_of, speaks_for_stage
 from megagraph.timeline import Lease
 
-__all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of", "skips"]
+__all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
 
-# One entry for each `disable_cuda_graphs_this_step()` that is in force; read in each micro-batch.
-skips: list[None] = []
 # What a module is known by while it lives: its address. Since Python 3.12 `id()` raises an audit event, for
 # which filelock, among others, has a hook in Python.
 key_of: Callable[[object], int] = object.__hash__
@@ -30,18 +29,18 @@ key_of: Callable[[object], int] = object.__hash__
 def disable_cuda_graphs_this_step() -> Iterator[None]:
     """Runs what is inside eager, on canonical packs: forward, backward and recompute.
 
-    Around whole steps: a backward whose forward replayed is replayed too.
+    Around whole steps: a backward whose forward replayed is replayed too. Other threads replay.
     """
-    skips.append(None)
+    outer = _C.set_skipped(True)
     try:
         yield
     finally:
-        skips.pop()
+        _C.set_skipped(outer)
 
 
 def is_cuda_graph_skipped() -> bool:
-    """Whether `disable_cuda_graphs_this_step()` is in force."""
-    return bool(skips)
+    """Whether `disable_cuda_graphs_this_step()` is in force on this thread."""
+    return _C.is_skipped()
 
 
 def _backward_thread(step_graphs: Sequence[GraphedModel]) -> contextlib.AbstractContextManager[object]:
@@ -49,7 +48,7 @@ def _backward_thread(step_graphs: Sequence[GraphedModel]) -> contextlib.Abstract
 
     Handing them to autograd's own thread and waiting for it costs as much as autograd's call itself.
     """
-    if is_cuda_graph_skipped() or not any(graphs.may_replay_training for graphs in step_graphs):
+    if _C.is_skipped() or not any(graphs.may_replay_training for graphs in step_graphs):
         return contextlib.nullcontext()
     return torch.autograd.set_multithreading_enabled(False)
 
@@ -178,7 +177,7 @@ class Plugin:
                 for graphs in inside:
                     with about(graphs.name):
                         graphs.look_around(models)
-                        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+                        graphs.at_step_boundary(is_skipped=_C.is_skipped())
                 with _backward_thread(inside):
                     result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)
@@ -189,7 +188,7 @@ class Plugin:
                 return result
             except BaseException:
                 for graphs in inside:
-                    graphs.changes.has_raised = True
+                    graphs.break_step()
                 raise
             finally:
                 self._step_models, self.step_graphs = outer
@@ -226,7 +225,7 @@ class Plugin:
             return False
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            graphs.at_step_boundary(is_skipped=bool(skips))
+            graphs.at_step_boundary(is_skipped=_C.is_skipped())
         finally:
             subject.reset(model)
         return True

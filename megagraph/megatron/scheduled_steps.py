@@ -70,8 +70,8 @@ class ScheduledSteps:
 
     Raises:
         ValueError: if losses are not per token, or `limits` and `groups` differ. From `next()`, on every rank
-            alike: if documents cannot be scheduled, or differ in their tensors, or some ranks have no further
-            step.
+            alike: if documents cannot be scheduled, or differ in their tensors, ranks have other `limits`, or
+            some have no further step.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ScheduledSteps:
     def __next__(self) -> list[MicroBatch]:
         documents = next(self._documents, None)
         own = Contents(is_over=True) if documents is None else contents_of(documents)
-        every = gather_contents(own, self._groups.parent)
+        every = gather_contents(own._replace(limits=self._limits.as_dict()), self._groups.parent)
         over = [rank for rank, contents in enumerate(every) if contents.is_over]
         if len(over) == len(every):
             raise StopIteration

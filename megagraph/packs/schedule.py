@@ -8,7 +8,7 @@ among the ranks that share one global batch. Which rows of a document a rank has
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -40,6 +40,7 @@ class Contents(NamedTuple):
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()  # of their tensors, by name; empty without a document
     error: str | None = None  # what is wrong with them
     is_over: bool = False  # it has no further step
+    limits: Mapping[str, Any] | None = None  # what it schedules by, by name
 
 
 def contents_of(documents: Sequence[Document]) -> Contents:
@@ -65,10 +66,15 @@ def gather_contents(own: Contents, group: distributed.ProcessGroup) -> list[Cont
     """What every rank of a group brings, by rank. Collective.
 
     Raises:
-        ValueError: on every rank alike, if something is wrong on one, or tensors differ between two.
+        ValueError: on every rank alike, if something is wrong on one, or two differ in tensors or limits.
     """
     every: list[Contents] = [own] * group.size()
     distributed.all_gather_object(every, own, group=group)
+    for name in own.limits or ():
+        said = {rank: (contents.limits or {}).get(name) for rank, contents in enumerate(every)}
+        if len(set(said.values())) > 1:
+            each = ", ".join(f"{value} on rank {rank}" for rank, value in said.items())
+            raise ValueError(f"{name}: expected limits that are the same on every rank, got {each}")
     for rank, contents in enumerate(every):
         if contents.error is not None:
             raise ValueError(f"rank {rank}: {contents.error}")

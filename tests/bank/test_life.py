@@ -37,7 +37,7 @@ def bank_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
         num_slots=num_slots,
         pools=[],
         poison=True,
-        holds_collectives=False,
+        run_eager_alike=None,
     )
 
 

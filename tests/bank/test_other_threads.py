@@ -8,6 +8,7 @@ rank came to the next site meanwhile, and that ran eager.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -63,13 +64,13 @@ def captured(
     *,
     training: bool,
     ends: bool = False,
+    **options: Any,
 ) -> RunningBank:
     """Graphs with a part between them that stays eager; the last step if the bank `ends` there."""
     first = SiteSpec(name="split", module=sender, forward=Sender.split, parts=("first",), transient=(1,))
     between = EagerPart(name="part", module=sender, forward=part)
-    bank = new_bank(
-        [first, between] if ends else [first, between, sender.second], next(sender.parameters()).device.type
-    )
+    steps = [first, between] if ends else [first, between, sender.second]
+    bank = new_bank(steps, next(sender.parameters()).device.type, **options)
     bank.capture([variant(training=training)])
     assert not bank.failures
     sender.kept.clear()
@@ -122,6 +123,18 @@ def test_a_wait_in_vain_is_forgotten_after_a_micro_batch_that_met_nobody(sender:
         run(sender, bank, training=False)
         sender.kept.clear()
     assert bank.counters()["NESTING"] == 1
+
+
+def test_graphs_with_collectives_wait_each_time_and_name_who_keeps_a_tensor(sender: Sender) -> None:
+    """Bug: a rank whose worker let go late ran eager alone, and the others waited for ever."""
+    asked: list[tuple[int, int, str]] = []
+    told: dict[str, Any] = {"holds_collectives": True, "run_eager_alike": lambda *said: asked.append(said)}
+    bank = captured(sender, Sender.send, training=False, **told)
+    for lets_go in (False, True, True):
+        sender.lets_go = lets_go
+        run(sender, bank, training=False)
+        sender.kept.clear()
+    assert asked == [(0, 1, "NESTING: slot 0: 1 tensor of site 0")] and bank.counters()["NESTING"] == 1
 
 
 def test_a_backward_waits_again_after_a_wait_in_vain(sender: Sender) -> None:

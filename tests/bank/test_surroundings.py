@@ -7,24 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, run_eager, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, CountsOps, Pair, blocks, run_eager, variant
 from same_bits import assert_same_bits
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 
 
-class _Named(torch.Tensor):
+class Named(torch.Tensor):
     """A subclass without a dispatch of its own."""
 
 
 # After the first site a negative view is a tensor like any other, and a subclass is still one.
 @pytest.mark.parametrize(
-    ("make", "num_eager"), [(lambda hidden: hidden.as_subclass(_Named), 3), (torch._neg_view, 1)]
+    ("make", "num_eager"), [(lambda hidden: hidden.as_subclass(Named), 3), (torch._neg_view, 1)]
 )
 def test_tensors_that_are_not_plain_run_eager(
     device: str, make: Callable[[Tensor], Tensor], num_eager: int
@@ -77,22 +76,8 @@ def test_inside_a_transform_calls_run_eager(pair: Pair) -> None:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
 
 
-class _Mode(TorchDispatchMode):
-    """Counts ops, as flop counters do, and may refuse those in place."""
-
-    def __init__(self, *, is_strict: bool = False) -> None:
-        super().__init__()
-        self.ops, self.is_strict = 0, is_strict
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += 1
-        if self.is_strict and "fill_" in str(func):
-            raise RuntimeError("no op in place here")
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_dispatch_mode_sees_every_op(pair: Pair) -> None:
-    with _Mode() as ours:
+    with CountsOps() as ours:
         assert pair.forward().reason is EagerReason.SIGNATURE_CHANGED
     assert ours.ops > 3 * len(pair.layers)
     assert pair.step() is None
@@ -102,7 +87,7 @@ def test_a_slot_may_become_free_inside_a_mode_that_refuses_to_fill_it(device: st
     pair = Pair(device, blocks()).capture(variant(training=False))
     with torch.no_grad():
         out = pair.forward(requires_grad=False).output
-    with _Mode(is_strict=True):
+    with CountsOps(is_strict=True):
         del out
     with torch.no_grad():
         assert pair.forward(requires_grad=False).reason is None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import BankOptions
+from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
 from megagraph.bank.sites import EagerPart, SiteSpec
 from megagraph.bank.verify import Example, Verification, verify
 
@@ -56,6 +56,19 @@ def captured(
     bank = Bank(moved, device, options=BankOptions(guard=_captures, **options))
     bank.capture([variant("it", training=training, fewer_rows=fewer_rows)])
     return bank
+
+
+def together(worst: Callable[[int], int]) -> dict[str, Any]:
+    """Options of a bank of one of several ranks, from what it says to the worst that any rank says."""
+
+    def alone(*_said: object) -> None:
+        raise AssertionError("a verification is no step")
+
+    return {
+        "holds_collectives": True,
+        "max_over_ranks": lambda said: [worst(each) for each in said],
+        "run_eager_alike": alone,
+    }
 
 
 def example(device: str, *, rows: int = ROWS) -> Example:
@@ -219,26 +232,62 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
         calls += not Baked.is_captured
         return hidden * 2
 
-    def max_over_ranks(said: Sequence[int]) -> list[int]:
-        is_of_runs = is_verified and len(said) == 1  # and not of whether a site is run at all
-        return [1 if differs_elsewhere and is_of_runs else it for it in said]
-
-    is_verified, layers = False, [Applies(counts), nn.Tanh()]
-    bank = captured(layers, "cpu", training=False, holds_collectives=True, max_over_ranks=max_over_ranks)
-    calls, is_verified = 0, True
+    elsewhere = iter([0][:0])
+    layers = [Applies(counts), nn.Tanh()]
+    bank = captured(layers, "cpu", training=False, **together(lambda said: max(next(elsewhere, 0), said)))
+    # A site runs, its module does, they differ; four more runs; it still differs, one more run, and so on.
+    of_site = [0, 0, 1, *[0] * 4, *[1, 0] * 15]
+    may_be_chance = [1, 1, 1, 0]
+    if differs_elsewhere:
+        elsewhere = iter([answer for last in may_be_chance for answer in [*of_site * len(layers), last]])
+    calls = 0
     assert_right(verify(bank, "it", example("cpu")))
     assert calls == (4 * 20 if differs_elsewhere else 1)  # verified as often as there
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_call_that_fails_on_one_rank_is_given_up_on_all(training: bool, error: type[Exception]) -> None:
+    """Bug: that rank used its graphs, and the others waited for it. One without memory tells them nothing."""
+    said: list[int] = []
+    is_broken, elsewhere = False, iter([0][:0])
+
+    def breaks(hidden: Tensor) -> Tensor:
+        if is_broken and not Baked.is_captured:
+            raise error
+        return hidden * 2
+
+    def worst(own: int) -> int:
+        said.append(own)
+        return max(own, next(elsewhere, 0))
+
+    layers = [Block(), Block(), Applies(breaks)]
+    bank = captured(layers, "cpu", training=training, **together(worst))
+    said.clear()
+    assert_right(verify(bank, "it", example("cpu")))
+    num_exchanges, before = len(said), [param.grad for param in bank.specs[0].parameters()]
+    # Up to the last site's module, which runs first where there are backwards.
+    fine = [0] * 4 if training else [0] * (3 * 3 - 1)
+    said.clear()
+    is_broken = True
+    with pytest.raises(error):
+        verify(bank, "it", example("cpu"))
+    assert said == [*fine, *([Verdict.GAVE_UP] if error is ValueError else [])] and bank.all_free()
+    is_broken = False
+    for place in range(num_exchanges):
+        elsewhere = iter([*[0] * place, Verdict.GAVE_UP])
+        with pytest.raises(GroupGaveUp):
+            verify(bank, "it", example("cpu"))
+        assert bank.all_free() and [param.grad for param in bank.specs[0].parameters()] == before
+    assert_right(verify(bank, "it", example("cpu")))
 
 
 def test_what_one_rank_cannot_run_no_rank_compares() -> None:
     """Or it would wait in its module's collective for the others."""
 
-    def max_over_ranks(said: Sequence[int]) -> list[int]:
-        return [1, 1] if is_verified and list(said) == [0, 1] else list(said)  # of the second site
-
-    is_verified, layers = False, blocks(3)
-    bank = captured(layers, "cpu", holds_collectives=True, max_over_ranks=max_over_ranks)
-    is_verified = True
+    elsewhere, layers = iter([0][:0]), blocks(3)
+    bank = captured(layers, "cpu", **together(lambda said: next(elsewhere, said)))
+    elsewhere = iter([0, 1])  # the second site
     verified = verify(bank, "it", example("cpu"))
     assert verified.not_run == {1: "on another rank"} and verified.num_replays == 2
     assert verified.differences == [] and bank.all_free()
@@ -353,7 +402,7 @@ def test_every_site_is_verified_wherever_something_eager_lies(
 
 def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(device: str) -> None:
     layers = blocks(3)
-    bank = captured(layers, device)
+    bank = captured(layers, device, **together(lambda said: said))
 
     def site(leaf: Tensor) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it):

@@ -18,9 +18,10 @@ from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
 from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph
-from megagraph.bank import capture
+from megagraph.bank import capture, verify
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
@@ -190,6 +191,13 @@ def _fails_to_capture(layer: nn.Module) -> None:
     layer.forward = failing
 
 
+class SeesOps(TorchDispatchMode):
+    """As a memory tool does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def _fails(*args: Any) -> None:
     raise RuntimeError("this rank gives up")
 
@@ -230,6 +238,12 @@ def _tamper(how: dict[int, str], trainer: Trainer, index: int) -> Iterator[None]
             case "precision":
                 torch.set_float32_matmul_precision("high")
                 around.callback(torch.set_float32_matmul_precision, "highest")
+            case "mode":
+                around.enter_context(SeesOps())
+            case "hooks":
+                around.enter_context(torch.autograd.graph.save_on_cpu())
+            case "verify":
+                around.enter_context(mock.patch.object(verify.Verification, "_compare", _fails))
             case "skip":
                 around.enter_context(megagraph.disable_cuda_graphs_this_step())
             case "suspend":

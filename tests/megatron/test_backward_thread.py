@@ -48,6 +48,7 @@ class Seen:
     def __init__(self, trainer: Trainer) -> None:
         self.threads: list[int] = []
         self.multithreaded: list[bool] = []
+        self.does: Callable[[], object] = bool  # besides
         trainer.chunk.embedding.register_forward_hook(self._look_at)
 
     def _look_at(self, _module: object, _args: object, out: Tensor) -> None:
@@ -57,6 +58,7 @@ class Seen:
     def _look(self, _grad: Tensor) -> None:
         self.threads.append(threading.get_ident())
         self.multithreaded.append(is_multithreaded())
+        self.does()
 
     def of(self, run: Callable[..., object], *args: Any, **given: Any) -> list[bool]:
         """Whether autograd's threads were on in each backward pass of `run`."""
@@ -89,6 +91,31 @@ def test_the_backward_of_replayed_layers_runs_on_the_calling_thread(
     assert seen.of(step, trainer, [ONE, TWO]) == [False, False]
     assert seen.threads == [threading.get_ident()] * 2
     assert report_of(trainer)["replays"] == before + 2 * LAYERS
+
+
+def test_graphs_are_off_on_the_thread_that_asked_for_it_and_in_its_backward_passes(install: Install) -> None:
+    """Bug: a thread that computed rewards switched them off for the trainer, too."""
+    trainer, seen = trained(install)
+    asks, ends, is_off = threading.Event(), threading.Event(), []
+
+    def rewards() -> None:
+        with megagraph.disable_cuda_graphs_this_step():
+            asks.set()
+            ends.wait()
+
+    other = threading.Thread(target=rewards)
+    other.start()
+    assert asks.wait(60)
+    before = report_of(trainer)["replays"]
+    step(trainer, [ONE, TWO])
+    assert report_of(trainer)["replays"] == before + 2 * LAYERS
+    ends.set()
+    other.join()
+
+    seen.does = lambda: is_off.append(megagraph.is_cuda_graph_skipped())
+    step(trainer, [ONE, TWO], eager=True)
+    step(trainer, [ONE, TWO])
+    assert is_off == [True, True, False, False]
 
 
 @pytest.mark.parametrize("how", ["skipped", "suspended", "mode eager", "refused"])

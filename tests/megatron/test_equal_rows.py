@@ -69,7 +69,7 @@ def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
     given = {"scopes": SCOPES, "steps_of": steps_of, "plugin": {"capacities": (FEW, MANY)}, **options}
     with mock.patch.object(peers, "_gloo_group", wraps=peers._gloo_group) as asked:
         report = parallel_jobs.train_spread(**given)
-    assert asked.call_count == times_asked
+    assert asked.call_count == 2 + times_asked  # each model compares options once
     return report
 
 
@@ -78,7 +78,9 @@ def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
     ("case", "scopes"), [("allgather", SCOPES), ("drop and pad", (*SCOPES, "moe_preprocess"))]
 )
 @on_ranks(2)
-def test_ranks_with_packs_of_their_own_ask_each_other_nothing(case: str, scopes: tuple[str, ...]) -> None:
+def test_ranks_with_packs_of_their_own_ask_each_other_nothing_once_they_have_met(
+    case: str, scopes: tuple[str, ...]
+) -> None:
     """A pack of one rank that fits no capacity runs eager there, on as many rows; the other rank replays."""
     report = train(scopes=scopes, num_steps=5, misfits_on=1, **CASES[case])
     misfits = {"TOO_MANY_SEQUENCES": 2 * SITES, "SEQUENCE_TOO_LONG": SITES} if distributed.get_rank() else {}
@@ -95,6 +97,15 @@ def test_capacities_that_are_learned_are_those_of_all() -> None:
     everywhere: list[Any] = [None, None]
     distributed.all_gather_object(everywhere, report["capacities"])
     assert everywhere == [report["capacities"]] * 2
+
+
+@on_ranks(2)
+def test_ranks_that_learn_the_same_capacities_have_the_same_options() -> None:
+    """Bug: one that was refused, or in another mode, learned nothing, and the others waited for it."""
+    mode = "eager" if distributed.get_rank() else "graph"
+    told = "^mode: expected the same on all ranks that share the experts, got 'graph' on rank 0, 'eager' on"
+    with pytest.raises(ValueError, match=told):
+        train(steps_of=to_learn_from, plugin={"capacities": (), "mode": mode}, **CASES["drop and pad"])
 
 
 @on_ranks(2)

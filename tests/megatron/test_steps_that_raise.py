@@ -37,15 +37,28 @@ def _broken_step(trainer: Trainer) -> Broken:
     return raised
 
 
+def _broken_call(trainer: Trainer) -> None:
+    """Raises behind the layers of a call outside of any schedule."""
+
+    def fail(hidden: Tensor, *_args: Any, **_kwargs: Any) -> None:
+        raise Broken(hidden)
+
+    trainer.zero_grad()
+    with mock.patch.object(trainer.chunk.output_layer, "_call_impl", fail), pytest.raises(Broken):
+        rig.forward(trainer.model, rig.ONE, trainer.device)
+
+
+@pytest.mark.parametrize("broken", [_broken_step, _broken_call])
 @pytest.mark.parametrize("scopes", [(), ("attn",), ("mlp",)])
 def test_what_is_garbage_is_collected_before_the_next_step(
-    install: rig.Install, scopes: tuple[str, ...]
+    install: rig.Install, scopes: tuple[str, ...], broken: Callable[[Trainer], object]
 ) -> None:
+    """Bug: not after a call that raised outside of any schedule."""
     install(cuda_graph_modules=scopes)
     pair = rig.Pair()
     pair.step(rig.ONE, rig.TWO, times=3)
     before = pair.report()["eager"]
-    pair.each(_broken_step)
+    pair.each(broken)
     pair.step(rig.ONE, rig.TWO, times=2)
     assert pair.report()["eager"] == before
 

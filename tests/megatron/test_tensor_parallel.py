@@ -3,8 +3,10 @@
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
 import parallel_jobs
@@ -19,6 +21,8 @@ from worlds import World, on_ranks
 import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron import parallel
+from megagraph.megatron.parallel.peers import Peers
 
 pytestmark = pytest.mark.megatron
 
@@ -111,6 +115,12 @@ AFTERWARDS = CALLS - STEP_CALLS
             {2: "skip", 3: "suspend", 4: "state", 5: "precision"},
             dict.fromkeys(("DISABLED", "SUSPENDED", "STATE_CHANGED", "NUMERICS_CHANGED"), STEP_CALLS),
             4 * STEP_CALLS,
+        ),
+        # What would make its micro-batches eager one by one.
+        (
+            {2: "mode", 3: "hooks"},
+            dict.fromkeys(("SIGNATURE_CHANGED", "RECOMPUTING"), STEP_CALLS),
+            2 * STEP_CALLS,
         ),
     ],
     ids=str,
@@ -209,6 +219,53 @@ def test_what_ranks_have_to_do_alike_is_compared_when_they_first_meet(
     (micros,) = parallel_jobs.steps_of(1)
     with contextlib.nullcontext() if told is None else pytest.raises(ValueError, match=told):
         rig.step(trainer, micros)
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_what_ranks_find_alike_inside_of_a_step_keeps_it_eager() -> None:
+    """A memory tool in the host's forward step."""
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    (micros,) = parallel_jobs.steps_of(1)
+    rig.step(trainer, micros, times=2)
+    before = rig.report_of(trainer)
+
+    def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
+        with parallel_jobs.SeesOps():
+            return rig.forward(chunk, next(data), trainer.device)
+
+    trainer.zero_grad()  # or their `.grad` keeps micro-batches eager
+    expected = rig.schedule(trainer.model, micros, len(micros), trainer.device)
+    given = rig.run_schedule(trainer.model, forward_step, micros, len(micros))
+    assert_same_bits([each["losses"] for each in given], expected)
+    after = rig.report_of(trainer)
+    assert rig.eager_since(after, before) == {"SIGNATURE_CHANGED": len(micros) * LAYERS}
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_what_a_rank_finds_alone_inside_of_a_step_is_an_error_that_names_it() -> None:
+    """Bug: it ran eager, and the others waited in the collectives of their graphs for ever."""
+    rank, what = distributed.get_rank(), ("a micro-batch", "site 0 of one")
+    peers = Peers(Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL).chunk)
+    with mock.patch.object(parallel.peers, "patience_of_job", lambda: timedelta(seconds=1)):
+        # At another place than the other rank, at once; and while that does not come, after a moment.
+        for place in (rank - 1, None if rank else -1):
+            told = (
+                rf"^rank {rank} has to run {what[rank]} eager \(why\), and other ranks that share the pack do"
+            )
+            if place is not None:
+                with pytest.raises(RuntimeError, match=told):
+                    peers.run_eager_alike(0, place, "why")
+
+
+def test_a_verification_that_one_rank_cannot_finish_is_given_up_on_all(world2: World) -> None:
+    """Bug: the others waited for it, in a module's collective or in an exchange."""
+    how = {1: "verify"}
+    for report in world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, config=TENSOR_PARALLEL):
+        assert eager_calls(report) == {} and report["failures"] == []
+        figures = report["verification"]
+        assert (figures["verified"], figures["unverified"]) == (0, 1)
+        assert {it["why"] for it in figures["unverified_sites"]} == {"RuntimeError: this rank gives up"}
 
 
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:

@@ -48,6 +48,14 @@ void wait_for([[maybe_unused]] c10::Device device) noexcept {
 #endif
 }
 
+std::optional<EagerReason> reason_of_surroundings(bool training) {
+  // Saved tensors are packed, or dropped and recomputed: a replay saves none, and a recompute that
+  // replays nothing would save some.
+  if (training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
+  if (has_dispatch_modes()) return EagerReason::kSignatureChanged;
+  return std::nullopt;
+}
+
 const char* name_of(BankState state) { return kBankStateNames[static_cast<size_t>(state)]; }
 
 std::vector<at::Tensor> staged_offsets(const Variant& variant, int slot) {
@@ -74,12 +82,12 @@ void GraphBank::check_nobody_replays() const {
 
 GraphBank::GraphBank(c10::Device device, int num_sites,
                      const std::vector<std::shared_ptr<void>>& pools, bool poison,
-                     bool holds_collectives)
+                     RunEagerAlike run_eager_alike)
     : status_(std::make_shared<BankStatus>()),
       device_(device),
       slots_(pools, num_sites, [this](int slot, int variant) { on_slot_free(slot, variant); }),
       poison_(poison),
-      holds_collectives_(holds_collectives) {
+      run_eager_alike_(std::move(run_eager_alike)) {
   TORCH_CHECK_VALUE(num_sites >= 1, "a bank needs at least one site, got ", num_sites);
   for (int index = 0; index < num_sites; ++index) sites_.push_back(std::make_unique<Site>());
 }
@@ -178,10 +186,7 @@ std::optional<EagerReason> GraphBank::begin(int variant, const std::vector<at::T
   if (!(NumericSettings::current(device_.type()) == wanted.numerics)) {
     return EagerReason::kNumericsChanged;
   }
-  // Saved tensors are packed, or dropped and recomputed: a replay saves none, and a recompute that
-  // replays nothing would save some.
-  if (wanted.training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
-  if (has_dispatch_modes()) return EagerReason::kSignatureChanged;
+  if (const auto reason = reason_of_surroundings(wanted.training)) return reason;
   if (look_at_grads && wanted.training && graphs_.at(variant).at(0)->have_other_grads()) {
     return EagerReason::kParametersChanged;
   }
@@ -198,7 +203,7 @@ std::optional<EagerReason> GraphBank::begin(int variant, const std::vector<at::T
   if (current_ == nullptr) {
     // How many backwards are to come is the same on every rank, as the program is. A tensor that
     // somebody keeps is not.
-    TORCH_CHECK(!holds_collectives_ || slots_.are_pending(),
+    TORCH_CHECK(!run_eager_alike_ || slots_.are_pending(),
                 "no slot is free, and these graphs hold collectives, so this "
                 "rank cannot run eager alone. Still held: ",
                 describe_holders());
@@ -207,6 +212,33 @@ std::optional<EagerReason> GraphBank::begin(int variant, const std::vector<at::T
   sources_ = sources;
   metadata_pending_ = true;
   return std::nullopt;
+}
+
+std::optional<EagerReason> GraphBank::reason_before_step(bool training, bool look_at_grads) const {
+  if (const auto reason = reason_of_surroundings(training)) return reason;
+  for (const auto& by_slot : graphs_) {
+    if (training && look_at_grads && !by_slot.empty() && by_slot[0]->have_other_grads()) {
+      return EagerReason::kParametersChanged;
+    }
+  }
+  return std::nullopt;
+}
+
+void GraphBank::run_eager_alike(int variant, int site, EagerReason reason) const {
+  if (!run_eager_alike_ || !is_in_step_ || !may_be_of_one_rank(reason)) return;
+  if (state() != BankState::kSealed) return;
+  if (site >= 0 && sites_[site]->graph(variant, current_->index()) == nullptr) return;
+  std::string why = kEagerReasonNames[static_cast<size_t>(reason)];
+  if (reason == EagerReason::kNesting) {
+    why += ": " + describe_holders();
+  } else if (reason == EagerReason::kNumericsChanged) {
+    why += ": " + NumericSettings::current(device_.type()).difference(variants_[variant].numerics);
+  } else if (has_dispatch_modes()) {
+    why += ": a dispatch mode";
+  } else if (reason == EagerReason::kRecomputing) {
+    why += ": saved-tensor hooks";
+  }
+  run_eager_alike_(variant, site, why);
 }
 
 void GraphBank::end() {

@@ -57,13 +57,18 @@ struct GradientListener {
   std::vector<bool> is_noticed;
 };
 
+// Where graphs hold collectives, a rank that ran eager alone would hang the others. So inside of a
+// step it says where it has to, and why; this returns once all have come to the same, or throws.
+// `site` is -1 for a whole micro-batch. Takes the GIL by itself.
+using RunEagerAlike = std::function<void(int variant, int site, const std::string& why)>;
+
 class GraphBank {
  public:
   // `pools`: what keeps the memory of each slot alive; one entry a slot. `poison`: fill a freed
-  // slot's floating-point boundaries with NaN. `holds_collectives`: the graphs contain collectives,
-  // so that falling back to eager on one rank alone would hang the group.
+  // slot's floating-point boundaries with NaN. `run_eager_alike`: null where graphs hold no
+  // collectives.
   GraphBank(c10::Device device, int num_sites, const std::vector<std::shared_ptr<void>>& pools,
-            bool poison, bool holds_collectives);
+            bool poison, RunEagerAlike run_eager_alike);
   ~GraphBank();
   GraphBank(const GraphBank&) = delete;
   GraphBank& operator=(const GraphBank&) = delete;
@@ -97,8 +102,9 @@ class GraphBank {
   void set_listener(std::shared_ptr<const GradientListener> listener) {
     listener_ = std::move(listener);
   }
-  // Whether the listener is told of backward passes from now on.
-  void set_listening(bool is_listening) { is_listening_ = is_listening; }
+  // Outside of steps, in a verification, the listener is not told of backward passes, and no rank
+  // asked to run eager alike.
+  void set_in_step(bool is_in_step) { is_in_step_ = is_in_step; }
 
   // One thread's turn to replay, taken with the GIL held and kept without it. Another thread that
   // meanwhile begins, ends or replays gets an error instead of a race.
@@ -116,8 +122,14 @@ class GraphBank {
   // Whether begin() would raise because somebody keeps a tensor of every slot: Note [Other
   // threads] in slot_ring.h.
   bool awaits_tensors() const {
-    return holds_collectives_ && slots_.are_held() && !slots_.are_pending();
+    return run_eager_alike_ && slots_.are_held() && !slots_.are_pending();
   }
+  // Why a step that begins now would run eager, its micro-batches that record gradients or those
+  // that do not: what somebody has told torch, or left in parameters.
+  std::optional<EagerReason> reason_before_step(bool training, bool look_at_grads) const;
+  // To be called with a reason that was found inside of a step, before what it is about runs eager;
+  // see RunEagerAlike.
+  void run_eager_alike(int variant, int site, EagerReason reason) const;
   // Leases a slot for a micro-batch of `variant`, or answers why not. `sources` are tensors on the
   // bank's device, as the variant's metadata buffers name them by index. `look_at_grads`:
   // parameters may hold gradients beside main_grad (VariantGraphs); to look at each of them costs
@@ -147,7 +159,7 @@ class GraphBank {
   std::string describe_holders() const;
   // Null if nobody is to be told.
   std::shared_ptr<const GradientListener> listener() const {
-    return is_listening_ ? listener_ : nullptr;
+    return is_in_step_ ? listener_ : nullptr;
   }
   // Before the first micro-batch: takes over what a former bank of as many slots has counted.
   void continue_from(const GraphBank& former) {
@@ -175,8 +187,9 @@ class GraphBank {
   std::vector<Variant> variants_;
   std::vector<std::vector<GridTables>> grids_;  // [variant][slot]
   std::shared_ptr<const GradientListener> listener_;
-  bool is_listening_ = true;
-  const bool poison_, holds_collectives_;
+  bool is_in_step_ = true;
+  const bool poison_;
+  const RunEagerAlike run_eager_alike_;
 
   std::vector<std::vector<std::shared_ptr<const VariantGraphs>>> graphs_;  // [variant][slot]
   std::atomic<bool> is_replaying_{false};

@@ -46,7 +46,10 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
     return EagerReason::kNesting;
   }
   if (!slot->enter(first, last)) {
-    if (!slot->await_stray_transients()) return EagerReason::kNesting;
+    // A rank that did not wait might be the only one to run eager.
+    const bool are_gone =
+        run_eager_alike_ ? slot->await_transients() : slot->await_stray_transients();
+    if (!are_gone) return EagerReason::kNesting;
     if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
     if (!slot->enter(first, last)) return EagerReason::kNesting;
   }

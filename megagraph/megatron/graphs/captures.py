@@ -73,6 +73,7 @@ class Captures:
         options = BankOptions(
             holds_collectives=self._peers.size > 1,
             max_over_ranks=self._peers.max_over_ranks,
+            run_eager_alike=self._peers.run_eager_alike,
             trackers=[while_capturing.rng_tracker_source()],
             guard=while_capturing.capturing,
             left_out=IGNORED_ATTRIBUTES,
@@ -136,6 +137,8 @@ class Captures:
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
             return
         except Exception as error:
+            if self._peers.size > 1 and isinstance(error, torch.OutOfMemoryError):  # in a verification
+                raise
             log.exception("capture failed; training goes on eager")
             self._peers.max_over_ranks([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)

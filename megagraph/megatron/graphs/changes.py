@@ -122,6 +122,13 @@ class Changes:
         is_partial = changed is None or self._captures.have_only_gradients_moved()
         self.reason = None if is_partial else stops
         self.gradients_reason = _MOVED if is_away else stops
+        if self._peers.size > 1:  # a rank alone finds it in each micro-batch, and so need not ask
+            bank, watch = self._captures.bank, self._captures.watch
+            of_all, of_gradients = (
+                bank.reason_before_step(training=training, look_at_grads=watch.have_other_grads)
+                for training in (False, True)
+            )
+            self.reason, self.gradients_reason = self.reason or of_all, self.gradients_reason or of_gradients
         is_eager = runs_eager or self.reason is not None
         context = self._peers.context
         flags = changed is not None, is_eager, self.gradients_reason is not None, not context.is_whole

@@ -44,10 +44,10 @@ _NEEDS_MEGATRONS = (
 
 def _ranks_of_experts(model: Any) -> HostGroup:
     """The ranks that the experts of a model's layers are spread over."""
-    mixture = next(found for layer in model.decoder.layers if (found := experts_of(layer)) is not None)
     # In all layers; looked up once, since other ranks would have other experts.
-    spread_over = ranks_of(mixture.token_dispatcher.tp_ep_group)
-    return HostGroup(spread_over, "share the experts")
+    mixtures = (found for layer in model.decoder.layers if (found := experts_of(layer)) is not None)
+    spread_over = [ranks_of(mixture.token_dispatcher.tp_ep_group) for mixture in mixtures]
+    return HostGroup(next(iter(spread_over), frozenset()), "share the experts")
 
 
 class GraphedModel:
@@ -70,14 +70,13 @@ class GraphedModel:
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._refuse(refusal_of(model, ddp, self._layers.scopes, config))
-        if not self.peers.run_other_packs:  # others may call their models less often
-            shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
-            self.peers.compare({**shared, "what keeps the model eager": str(self.refusal)})
-        self._learners: HostGroup = self.peers  # of capacities
+        shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
+        # Of capacities.
+        self._learners = _ranks_of_experts(model) if self.dispatcher.needs_equal_rows else self.peers
+        for ranks in (self.peers, self._learners):
+            ranks.compare({**shared, "what keeps the model eager": str(self.refusal)})
         if self.refusal is None:
             self.dispatcher.check(self.tensor.rows)
-            if self.dispatcher.needs_equal_rows:
-                self._learners = _ranks_of_experts(model)
             if config.mode == "graph":
                 self.changes.begin()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
@@ -281,6 +280,11 @@ class GraphedModel:
             self.changes.follow_eager_layers()
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
         self.verifier.forget_except(due.due)
+
+    def break_step(self) -> None:
+        """After a step that raised: what it may have left is freed before the next one."""
+        self.changes.has_raised = True
+        self.after_step()
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
+from megagraph.bank.capture import GroupGaveUp, Verdict
 from megagraph.bank.verify import Example, Verification, verify
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
@@ -136,8 +137,7 @@ class Verifier:
     def _verify(self, bank: Bank, key: VariantKey) -> Verification | None:
         kept = self._example(key)
         can = key in bank.variants and kept is not None
-        (somebody_cannot,) = self._peers.max_over_ranks([int(not can)])
-        if somebody_cannot or kept is None:
+        if bank.options.worst_verdict(Verdict(not can)) is Verdict.FAILED or kept is None:
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), _NO_EXAMPLE))
             return None
         start = time.perf_counter()
@@ -149,7 +149,10 @@ class Verifier:
             self._kept_memory = f"a module keeps memory of its call, over which graphs would write: {error}"
             return None
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
-            what = f"{type(error).__name__}: {error}"
+            if self._peers.size > 1 and isinstance(error, torch.OutOfMemoryError):
+                raise
+            own = "" if isinstance(error, GroupGaveUp) else f"{type(error).__name__}: {error}"
+            what = "; ".join(filter(None, self._peers.gather(own)))
             log.warning("graphs for %s could not be verified, and are used: %s", key.capacity, what)
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), what))
             return None

@@ -89,6 +89,7 @@ class LayerLoop:
         self._steps = plan.walk(bank.eager_sites)
         self.sites = bank.sites
         self._replay_all = bank.replay_all
+        self._run_eager_alike, self._variants = bank.run_eager_alike, bank.variants
         self._constants = constants
         self.before_sites = before_sites
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
@@ -115,6 +116,7 @@ class LayerLoop:
             )
         if is_other:
             batch.reason = EagerReason.SIGNATURE_CHANGED
+            self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
             if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
                 batch.run_as_given(is_own_table=False)
             hidden_states, given = batch.pad(hidden_states), {**arguments, **_canonical(batch)}

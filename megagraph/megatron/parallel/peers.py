@@ -9,7 +9,7 @@ gloo: nobody waits for a device. Ranks that share experts and run other packs le
 
 They ask before each step, after each part of a warm-up or capture, and at its end: docs/architecture.md,
 Ranks, says what. In a warm-up also: has anybody drawn a random number, so that all run the site once more as
-eager would.
+eager would. Inside of a step only those ask who have to run eager what others may replay, in another group.
 
 A failure between two collectives of one layer cannot be healed: the others wait in the second one, as they
 would in eager. Graphs that hold collectives are dropped before any group of their layers is destroyed.
@@ -40,26 +40,26 @@ from megagraph.megatron.seams import STAGE_GROUP
 __all__ = ["HostGroup", "Peers", "patience_of_job"]
 
 
-# For all models, by their ranks: the group, the store of the world that it is in, and the group's number. It
-# stays as long as that world does: a rank that is done must not hang up on another one.
-_GLOO_GROUPS: dict[Ranks, tuple[Any, Any, int]] = {}
+# For all models, by their ranks and what they ask: the group, the store of the world that it is in, and the
+# group's number. It stays as long as that world does: a rank that is done must not hang up on another one.
+_GLOO_GROUPS: dict[tuple[Ranks, str], tuple[Any, Any, int]] = {}
 
 
-def _gloo_group(ranks: Ranks) -> Any:
+def _gloo_group(ranks: Ranks, when: str = "between steps") -> Any:
     """A group of these ranks, each of which asks for it equally often.
 
     `new_group()` names it after the number of groups that a rank is in. Another rank may be in more of
     them, and the two would wait for each other under different names.
     """
     world = distributed.distributed_c10d._get_default_store()
-    group, of_world, number = _GLOO_GROUPS.get(ranks, (None, None, 0))
+    group, of_world, number = _GLOO_GROUPS.get((ranks, when), (None, None, 0))
     if group is None or of_world is not world:
         members, number = sorted(ranks), number + 1
-        name = f"megagraph/{'-'.join(map(str, members))}/{number}"
+        name = f"megagraph/{when}/{'-'.join(map(str, members))}/{number}"
         store = distributed.distributed_c10d.PrefixStore(name, world)
         place = members.index(distributed.get_rank())
         group = distributed.ProcessGroupGloo(store, place, len(members), patience_of_job())
-        _GLOO_GROUPS[ranks] = group, world, number
+        _GLOO_GROUPS[ranks, when] = group, world, number
     return group
 
 
@@ -93,6 +93,40 @@ class HostGroup:
         self._group().allreduce([largest], distributed.ReduceOp.MAX).wait()
         found: list[int] = largest.tolist()
         return found
+
+    def gather(self, what: str) -> list[str]:
+        """What each of them says, in the order of ranks; it costs little if nobody says anything."""
+        if self.size == 1:
+            return [what]
+        own = what.encode()
+        (longest,) = self.max_over_ranks([len(own)])
+        if longest == 0:
+            return [""] * self.size
+        padded = torch.frombuffer(bytearray(own.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+        said = [torch.empty_like(padded) for _ in range(self.size)]
+        self._group().allgather([said], [padded]).wait()
+        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in said]
+
+    def agree_on(self, what: str) -> bool:
+        """Whether all of them say the same."""
+        said = zlib.crc32(what.encode())
+        largest, least = self.max_over_ranks([said, -said])
+        return largest == -least
+
+    def compare(self, options: Mapping[str, object]) -> None:
+        """Raises `ValueError` on all of them if they have not the same options, naming one that differs.
+
+        Each would ask the others at other times, and wait for ever.
+        """
+        own = json.dumps({name: repr(value) for name, value in options.items()})
+        if self.agree_on(own):
+            return
+        said = [json.loads(each) for each in self.gather(own)]
+        name = next(name for name in options if len({each.get(name) for each in said}) > 1)
+        each = ", ".join(
+            f"{it.get(name)} on rank {rank}" for rank, it in zip(sorted(self._ranks()), said, strict=True)
+        )
+        raise ValueError(f"{name}: expected the same on all ranks that {self._who}, got {each}")
 
     def _group(self) -> Any:
         ranks = self._ranks()
@@ -142,39 +176,31 @@ class Peers(HostGroup):
         """This rank's place among them."""
         return 0 if self.size == 1 else sorted(self._ranks()).index(distributed.get_rank())
 
-    def gather(self, what: str) -> list[str]:
-        """What each of them says, in the order of ranks; it costs little if nobody says anything."""
-        if self.size == 1:
-            return [what]
-        own = what.encode()
-        (longest,) = self.max_over_ranks([len(own)])
-        if longest == 0:
-            return [""] * self.size
-        padded = torch.frombuffer(bytearray(own.ljust(longest + 1, b"\0")), dtype=torch.uint8)
-        said = [torch.empty_like(padded) for _ in range(self.size)]
-        self._group().allgather([said], [padded]).wait()
-        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in said]
+    def run_eager_alike(self, variant: int, site: int, why: str) -> None:
+        """Inside of a step, where this rank has to run eager: waits until all that share the pack have to.
 
-    def agree_on(self, what: str) -> bool:
-        """Whether all of them say the same."""
-        said = zlib.crc32(what.encode())
-        largest, least = self.max_over_ranks([said, -said])
-        return largest == -least
-
-    def compare(self, options: Mapping[str, object]) -> None:
-        """Raises `ValueError` on all of them if they have not the same options, naming one that differs.
-
-        Each would ask the others at other times, and wait for ever.
+        Raises `RuntimeError`, which says why, if they do not come to it as long as the job waits for a rank.
         """
-        own = json.dumps({name: repr(value) for name, value in options.items()})
-        if self.agree_on(own):
+        own, here, cause = distributed.get_rank(), [variant, -variant, site, -site], None
+        ranks = self.same_pack()
+        if self.run_other_packs:  # those of now, as the modules see them
+            groups = groups_of_pack(self._model())
+            tensor, context = (ranks_of(groups.get(name)) or {own} for name in ("tp", "cp"))
+            ranks = frozenset(one + other - own for one in tensor for other in context)
+        if len(ranks) < 2:
             return
-        said = [json.loads(each) for each in self.gather(own)]
-        name = next(name for name in options if len({each.get(name) for each in said}) > 1)
-        each = ", ".join(
-            f"{it.get(name)} on rank {rank}" for rank, it in zip(sorted(self._ranks()), said, strict=True)
-        )
-        raise ValueError(f"{name}: expected the same on all ranks that {self._who}, got {each}")
+        largest = torch.tensor(here)
+        try:
+            _gloo_group(ranks, "inside of steps").allreduce([largest], distributed.ReduceOp.MAX).wait()
+        except RuntimeError as error:  # nobody came
+            cause = error
+        if cause is not None or largest.tolist() != here:
+            what = "a micro-batch" if site < 0 else f"site {site} of one"
+            raise RuntimeError(
+                f"rank {own} has to run {what} eager ({why}), and other ranks that share the pack do not: "
+                "their graphs would wait for it in collectives. Expected what keeps it eager on all of them, "
+                "or from the beginning of a step on"
+            ) from cause
 
     def hold(self, sites: Iterable[SiteSpec]) -> None:
         """Remembers the groups of sites that are about to be captured: these may hold others by and by."""

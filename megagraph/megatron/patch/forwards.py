@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megagraph._C import by_name, has_forwards
+from megagraph._C import by_name, has_forwards, is_skipped
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch, as_pack
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayersOneByOne
 from megagraph.megatron.parallel.model_parallel import TensorRanks
-from megagraph.megatron.plugin import Plugin, key_of, skips
+from megagraph.megatron.plugin import Plugin, key_of
 
 __all__ = ["ForwardWrappers", "wrap_prediction"]
 
@@ -124,41 +124,47 @@ class ForwardWrappers:
                 run = _seeing(graphs, given, params, original)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
             batch: MicroBatch | EagerReason | None = None
-            is_step, dispatcher, is_skipped = False, graphs.dispatcher, bool(skips)
+            is_step, dispatcher = False, graphs.dispatcher
             if graphs not in plugin.step_graphs:
                 if plugin.gone:
                     plugin.free_gone()
                 batch = dispatcher.eager_reason(params, tokens, entries.are_settled)
                 if batch is None:
                     is_step = plugin.begin_bare_call(graphs)
-            if batch is None:
-                mask, ranks = get("padding_mask"), graphs.tensor
-                # Whether layers get as many of its rows as they have of hidden states.
-                is_shared = not ranks.shards_sequence or (ranks.is_gpt and hidden_states is None)
-                doors = entries.are_megatrons, entries.are_settled
-                batch = dispatcher.enter(params, tokens, mask, is_shared, is_skipped, *doors)
-            graphs.unlearned = None
-            if isinstance(batch, MicroBatch):
-                batch = _enter(graphs, model, batch, kwargs)
-            if isinstance(batch, EagerReason):
-                if dispatcher.needs_equal_rows:
-                    graphs.require_rows(tokens, batch)
-                if entries.are_settled and not graphs.learns_from(batch):
-                    dispatcher.count_eager(batch)  # whatever its block is given: no graph has a use for it
-                    batch = None
-                    if graphs.running is None and not is_step:
-                        return run(model, *args, **kwargs)
-            reached = entries.block.reached
-            outer, graphs.running = graphs.running, batch  # as `graphs.runs()`, without its calls
+            outer = graphs.running
             try:
+                if batch is None:
+                    mask, ranks, from_ids = get("padding_mask"), graphs.tensor, hidden_states is None
+                    # Layers get as many of its rows as they have of hidden states.
+                    is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
+                    doors = entries.are_megatrons, entries.are_settled
+                    batch = dispatcher.enter(params, tokens, mask, is_shared, is_skipped(), *doors)
+                graphs.unlearned = None
+                if isinstance(batch, MicroBatch):
+                    batch = _enter(graphs, model, batch, kwargs)
+                if isinstance(batch, EagerReason):
+                    if dispatcher.needs_equal_rows:
+                        graphs.require_rows(tokens, batch)
+                    if entries.are_settled and not graphs.learns_from(batch):
+                        # Whatever its block is given: no graph has a use for it.
+                        dispatcher.count_eager(batch)
+                        batch = None
+                        if outer is None and not is_step:
+                            return run(model, *args, **kwargs)
+                reached = entries.block.reached
+                graphs.running = batch  # as `graphs.runs()`, without its calls
                 out = run(model, *args, **kwargs)
+                if batch is not None and entries.block.reached == reached:
+                    decided = batch if isinstance(batch, EagerReason) else None
+                    graphs.count_as_given(entries.block_missed(decided))
+                if isinstance(batch, MicroBatch) and batch.entry_padding and get("output_processor") is None:
+                    out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
+            except BaseException:
+                if is_step:
+                    graphs.break_step()
+                raise
             finally:
                 graphs.running = outer
-            if batch is not None and entries.block.reached == reached:
-                decided = batch if isinstance(batch, EagerReason) else None
-                graphs.count_as_given(entries.block_missed(decided))
-            if isinstance(batch, MicroBatch) and batch.entry_padding and get("output_processor") is None:
-                out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
             if is_step:
                 graphs.after_step()
             return out
