@@ -10,6 +10,7 @@
 #   LANES       what `make test` runs: tests, other (the other release) or both; both by default
 #   PYTEST_FLAGS  further arguments of pytest, in every lane
 #   MUTANTS     of `make mutants`: texts of the file or the test of a fault; all by default
+#   SOAK        options of `make soak`; ten minutes from a seed of the time by default
 #   PARTS       what `make gpu` runs: some of ops, bank, megatron, ranks, commands; all by default
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
@@ -17,6 +18,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 LANES ?=
 MUTANTS ?=
+SOAK ?= --seconds 600 --seed $(shell date +%s)
 PYTEST_FLAGS ?=
 MINORS ?= 2.11 2.12 2.13 2.14 2.15
 
@@ -40,11 +42,11 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready .venv-torch-%/core/.ready
-.PHONY: help build demo test nightly mutants sizes gpu matrix matrix-newest environment-newest wheel-newest sdist sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist sanitize lint $(LINTS) format bench clean
 
 help:
 	@echo "make demo | test | gpu | sdist | matrix | lint | format | bench | sanitize | build | clean"
-	@echo "make nightly | mutants: what takes too long for every change; make sizes: how large the project is"
+	@echo "make nightly | mutants | soak: what takes too long for every change; make sizes: how large the project is"
 
 # ---- environment: each stamp is one step ----
 
@@ -97,7 +99,7 @@ test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/.un
 	$(BIN)/python .ci/tests --other-core $(OTHER_CORE_DIR) $(LANES) -- $(PYTEST_FLAGS)
 
 # The other release with all parameters, other random examples than in each run, and known faults.
-nightly: mutants
+nightly: mutants soak
 nightly test: export MEGAGRAPH_TEST_BRIDGE = $(abspath $(BRIDGE_DIR))
 nightly: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/.unpacked
 	$(BIN)/python .ci/tests --other-core $(OTHER_CORE_DIR) other-whole random -- $(PYTEST_FLAGS)
@@ -105,6 +107,11 @@ nightly: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/
 # Puts each fault of tests/mutants.txt into a copy of the tree: its test must fail.
 mutants: $(VENV)/.built $(VENV)/.test
 	$(BIN)/python .ci/mutants $(MUTANTS)
+
+# Random models, hosts and changes, compared with eager after each event; then on two ranks.
+soak: $(VENV)/.built $(VENV)/.test
+	$(BIN)/python -m tests.soak $(SOAK)
+	$(BIN)/python -m tests.soak $(SOAK) --ranks 2
 
 # How large the project is, beside the bounds that tests/test_sizes.py keeps.
 sizes:

@@ -31,7 +31,7 @@ _SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_s
 # Variables with our prefix that other parts of the project own: its build, tests and recorded results.
 _NOT_OPTIONS = (
     *("MEGAGRAPH_COMMIT", "MEGAGRAPH_CPU_ONLY", "MEGAGRAPH_WERROR"),
-    *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE", "MEGAGRAPH_TEST_EVENTS"),
+    *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE"),
 )
 
 

@@ -86,10 +86,14 @@ std::set<int64_t> States::forget_oldest(std::set<int64_t> keep) {
   return gone;
 }
 
-void States::add_name(uint64_t fingerprint) {
-  for (const Group& group : groups_) {
-    if (group.number == current_) own_[{fingerprint, settings_}] = group.ranks.at(rank_);
+void States::rename(uint64_t fingerprint) {
+  const auto group = std::find_if(groups_.begin(), groups_.end(),
+                                  [&](const Group& each) { return each.number == current_; });
+  const int64_t number = group->ranks.at(rank_);
+  for (auto own = own_.begin(); own != own_.end();) {
+    own = own->second == number ? own_.erase(own) : std::next(own);
   }
+  own_[{fingerprint, settings_}] = number;
   fingerprint_ = fingerprint;
   last_ = {fingerprint, current_};
 }

@@ -131,7 +131,7 @@ def _saved_places() -> Iterator[set[int]]:
     def note(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
             places.add(_place(tensor))
-        return tensor
+        return tensor.detach()  # an output that is handed back to its own node would keep all before it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield places

@@ -97,7 +97,7 @@ class Plugin:
         if stages.stages > 1 and speaks_for_stage(model):
             self.stage, self.stages = stages.stage, stages.stages
             let_speak(True)
-        with about(name):
+        with about(name), torch.inference_mode(False):  # its tensors are written later, in any mode
             graphs = GraphedModel(model, ddp, self.config, name)
         if self._is_suspended:
             graphs.changes.suspend()

@@ -3,13 +3,14 @@
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from bank_pair import WIDTH, Block, Pair, rng_states, variant
+from bank_pair import WIDTH, Applies, Block, Pair, new_bank, rng_states, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -167,6 +168,22 @@ def test_a_layer_that_raises_stays_eager_and_leaves_no_trace(
     where = f"{__file__}:{raises.__code__.co_firstlineno + 1} in raises"
     expected = [where, "last op ", "ValueError: from the layer"]
     check_failure(device, troubled, phase, expected, main_grad=main_grad)
+
+
+def test_what_autograd_has_saved_goes_with_a_warm_up_that_raises(device: str) -> None:
+    """Bug: an output that its own backward reads stayed, with all before it, the model's parameters too."""
+    outputs: list[weakref.ref[Tensor]] = []
+
+    def raises_behind_exp(hidden: Tensor, weight: Tensor) -> Tensor:
+        out = (hidden * weight).exp()
+        outputs.append(weakref.ref(out))
+        raise ValueError("from the layer")
+
+    layers = [Block().to(device), Applies(raises_behind_exp, has_weight=True).to(device)]
+    bank = new_bank(layers, device)
+    bank.capture([variant()])
+    gc.collect()
+    assert len(outputs) == 1 and outputs[0]() is None and bank.failures
 
 
 def test_a_layer_that_raises_for_the_second_slot_is_eager_in_both(device: str) -> None:

@@ -71,9 +71,20 @@ def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
     for fingerprint in range(65):
         states.agree(states.local_state(0, fingerprint, 1))
     assert states.has_many() and states.forget_oldest(keep=set(range(64))) == set()
-    states.add_name(100)
+    states.rename(100)
     states.agree(states.local_state(0, 100, 1))
     assert not states.is_new and states.current == 64
+
+
+def test_a_state_has_no_name_of_before_other_modules_counted() -> None:
+    """Bug: a layer's own forward that came back, once the layer had graphs again, was taken for none."""
+    states = States(1)
+    states.agree(states.local_state(0, 7, 1))
+    states.rename(8)
+    states.agree(states.local_state(0, 8, 1))
+    assert states.current == 0 and states.of_call(7) == 1
+    states.agree(states.local_state(0, 7, 1))
+    assert states.current == 1
 
 
 @pytest.mark.parametrize(("size", "run_alike"), [(1, True), (2, True), (2, False)])

@@ -7,8 +7,10 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
+from host_rig import only
 from megatron.core.transformer import TransformerConfig
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Pair, report_of, step
+from state_changes import halved
 
 import megagraph
 from megagraph.config import MODULES
@@ -98,3 +100,25 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
 def test_every_option_has_a_half() -> None:
     parts = (*PARTS, MOE, ROUTER, PREPROCESS)
     assert {part.name for part in parts if part is not EXPERTS} == set(MODULES)
+
+
+@pytest.mark.parametrize("scope", ["attn", "mlp"])
+def test_a_forward_that_comes_back_to_a_layer_with_graphs_again_is_noticed(
+    scope: str, install: Install
+) -> None:
+    """Bug: the state of now was still known by what it was while the layer had no graph and did not count."""
+    install(cuda_graph_modules=scope)
+    pair = Pair()
+    pair.step(ONE)
+    layers = [trainer.chunk.decoder.layers[0] for trainer in pair.both]
+    forwards = [halved(layer.forward) for layer in layers]
+    padded = Micro(lengths=(5, 7), padded=(8, 8))
+    for _ in range(2):
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
+        pair.step(ONE, times=3)
+        for layer in layers:
+            del layer.forward
+        for micro in (ONE, padded, padded, ONE):  # another kind is captured, and the layer with it
+            pair.step(micro)
+    assert only(pair.report(), "WARMING_UP", "SCOPE_UNSUPPORTED", "STATE_CHANGED")

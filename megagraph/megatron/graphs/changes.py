@@ -311,7 +311,7 @@ class Changes:
         """After the first capture of a bank: layers that have no graphs are no part of the state any more."""
         watch, bank = self._captures.watch, self._captures.bank
         if watch.leave_out(bank.eager_sites):
-            self._states.add_name(watch.whole_state())
+            self._states.rename(watch.whole_state())
             self._items = watch.state_items()
         self._unguarded = sorted(watch.names_left_out())
         if self._unguarded:

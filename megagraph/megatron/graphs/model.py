@@ -272,11 +272,10 @@ class GraphedModel:
         assert self._rows is not None
         due = self._due
         self.changes.make_room()
-        is_first = not due.captured
         variants = self.dispatcher.variants(kinds)
         params_type: Any = self.dispatcher.params_type or PACKED_SEQ_PARAMS.function()
         self.captures.capture(variants, *self._rows, params_type)
-        if is_first:
+        if not due.captured:  # nor by a bank whose place this one has just taken
             self.changes.follow_eager_layers()
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
         self.verifier.forget_except(due.due)

@@ -95,6 +95,10 @@ class LayerLoop:
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
         self.batch: MicroBatch | None = None
 
+    def steps_of(self, layer: int) -> list[LayerStep]:
+        """Of a layer that is not joined with others; one, if its site has no graph."""
+        return [step for step in self._steps if step.layer == layer]
+
     def __call__(
         self,
         hidden_states: Tensor,
@@ -214,10 +218,10 @@ class LayersOneByOne:
 
     def _steps(self, index: int, run_forward: Callable[..., Tensor]) -> list[LayerStep]:
         """Of a layer. All of it is its own forward: the call, with its hooks, is what came here."""
-        steps = self._plan.steps_of(index)
-        if self._loop is not None and not steps[0].is_whole:
-            return steps
-        return [dataclasses.replace(steps[0], run=run_forward)]
+        first, *further = self._plan.steps_of(index) if self._loop is None else self._loop.steps_of(index)
+        if self._loop is not None and not first.is_whole:
+            return [first, *further]
+        return [dataclasses.replace(first, run=run_forward)]
 
     def _is_expected(self, is_mamba: bool, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
         if (

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random models, hosts and changes (tests/soak): a few seeds, and what is said of one that fails."""
+
+import dataclasses
+
+import pytest
+from soak.scenarios import Scenario, draw
+from soak.shrink import shrink
+from soak.twins import run
+
+EVENTS = 30
+SEEDS = [range(first, first + 3) for first in (1, 4)]
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_any_order_of_events_leaves_eager_bits(seeds: range) -> None:
+    outcomes = [run(draw(seed, EVENTS)) for seed in seeds]
+    assert {it.text for it in outcomes if it.has_failed} == set()
+    assert all(it.replays for it in outcomes if it.failure is None)
+    assert sum(it.done.total() for it in outcomes) > EVENTS
+
+
+def test_a_scenario_is_plain_data() -> None:
+    scenario = draw(5, EVENTS)
+    assert Scenario.from_json(scenario.as_json()) == scenario == draw(5, EVENTS) != draw(6, EVENTS)
+
+
+def test_what_fails_is_made_as_short_and_plain_as_it_can_be() -> None:
+    seed = next(seed for seed in range(1000) if _fails(draw(seed, EVENTS)))
+    small = shrink(draw(seed, EVENTS), _fails, 10.0)
+    (one, first), (other, second) = small.events
+    assert (one, other) == ("suspends", "trains") and first == {}
+    assert second == {"packs": [{"lengths": [9, 20]}], "model": 0, "how": None}
+    assert small.kind == "dense" and small.scopes == () and small.plugin["verify"] == 3
+
+
+def _fails(scenario: Scenario) -> bool:
+    """Where steps are suspended and verified again and again."""
+    names = [name for name, _ in scenario.events]
+    at = names.index("suspends") if "suspends" in names else len(names)
+    return "trains" in names[at:] and scenario.plugin["verify"] == 3
+
+
+def test_a_difference_ends_a_scenario_and_is_told() -> None:
+    scenario = draw(1, EVENTS)
+    broken = dataclasses.replace(scenario, events=(("trains", {"packs": [], "model": 0, "how": None}),))
+    outcome = run(broken)
+    assert outcome.failure == "EagerRaises" and not outcome.has_failed and outcome.at == 0

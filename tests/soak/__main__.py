@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs scenarios, one seed after another, until the time is over; what fails is shrunk, and told."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first scenario")
+    parser.add_argument("--events", type=int, default=40, help="of each scenario")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all; 0 runs one scenario")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--replay", type=Path, help="run the scenario of this file alone")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.path[:0] = [str(FOLDER), str(FOLDER / "megatron")]
+    import conftest  # chooses the release of megatron-core
+
+    conftest.import_core()
+    from .campaign import Campaign
+
+    return Campaign(options).run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

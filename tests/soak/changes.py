@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes that any model can undergo, each with what takes it back; all are of its first or last layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+from host_rig import AdaptedLinear
+from megatron.core.transformer.mlp import MLP
+from state_changes import Do, Undo, hooks, in_place, sets
+from torch import nn
+
+import megagraph
+from megagraph.demo.trainer import Trainer
+
+__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS"]
+
+
+def first(trainer: Trainer) -> Any:
+    """Its first layer."""
+    return trainer.chunk.decoder.layers[0]
+
+
+def last(trainer: Trainer) -> Any:
+    """Its last layer."""
+    return trainer.chunk.decoder.layers[-1]
+
+
+def weight(trainer: Trainer) -> nn.Parameter:
+    """One of the last layer that gets a gradient."""
+    found = [param for param in last(trainer).parameters() if param.requires_grad]
+    return found[0] if found else trainer.chunk.embedding.word_embeddings.weight.requires_grad_()
+
+
+def scaled(forward: Callable[..., Any], by: Callable[[], float] = lambda: 0.5) -> Callable[..., Any]:
+    """One whose first output is so many times as much."""
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        return (out[0] * by(), *out[1:]) if isinstance(out, tuple) else out * by()
+
+    return other
+
+
+def scales(name: str, owner: Callable[[Trainer], Any]) -> Do:
+    """Sets another method on an instance; nothing, if it has none of that name."""
+
+    def do(trainer: Trainer) -> Undo:
+        method = getattr(owner(trainer), name, None)
+        return (lambda: None) if method is None else sets(name, scaled(method), owner)(trainer)
+
+    return do
+
+
+def inside(name: str) -> Callable[[Trainer], Any]:
+    """A module of that name in the first layer that has one."""
+
+    def of(trainer: Trainer) -> Any:
+        found = (getattr(layer, name, None) for layer in trainer.chunk.decoder.layers)
+        return next((it for it in found if it is not None and [*it.children()]), None)
+
+    return of
+
+
+def scales_all_mlps(_trainer: Trainer) -> Undo:
+    before = MLP.forward
+    MLP.forward = lambda self, *args, **kwargs: scaled(before)(self, *args, **kwargs)
+    return lambda: setattr(MLP, "forward", before)
+
+
+def subclass(trainer: Trainer) -> Undo:
+    """Another class, whose forward is its own."""
+    layer, before = first(trainer), type(first(trainer))
+
+    class Halved(before):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return scaled(super().forward)(*args, **kwargs)
+
+    layer.__class__ = Halved
+    return lambda: setattr(layer, "__class__", before)
+
+
+def freezes(of: Callable[[Trainer], nn.Module]) -> Do:
+    def do(trainer: Trainer) -> Undo:
+        params = [param for param in of(trainer).parameters() if param.requires_grad]
+
+        def require(value: bool) -> None:
+            for param in params:
+                param.requires_grad_(value)
+
+        require(False)
+        return lambda: require(True)
+
+    return do
+
+
+def switches_adapters(trainer: Trainer) -> Undo:
+    adapted = [it for it in trainer.chunk.modules() if isinstance(it, AdaptedLinear)]
+    before = [it._adapter_enabled for it in adapted]
+
+    def switch(values: list[bool]) -> None:
+        for module, value in zip(adapted, values, strict=True):
+            module._adapter_enabled = value
+
+    switch([not value for value in before])
+    return lambda: switch(before)
+
+
+def steers(trainer: Trainer) -> Undo:
+    """By a variable that no guard sees, and that is named to the plugin."""
+    layer, strength = first(trainer), 0.5
+    undo = sets("forward", scaled(layer.forward, lambda: strength), first)(trainer)
+    handle = megagraph.watch(layer, key=lambda: strength)
+
+    def back() -> None:
+        handle.remove()
+        undo()
+
+    return back
+
+
+CHANGES: dict[str, Do] = {
+    "forward of an instance": scales("forward", first),
+    "forward of an attention": scales("forward", inside("self_attention")),
+    "forward of an MLP": scales("forward", inside("mlp")),
+    "forward of all MLPs": scales_all_mlps,
+    "half of a layer": scales("_forward_mlp", first),
+    "class of an instance": subclass,
+    "number of a layer": sets("note", 1.0, first),
+    "mode of a layer": in_place(lambda it: it.eval(), lambda it: it.train(), last),
+    "frozen layer": freezes(first),
+    "frozen embedding": freezes(lambda trainer: trainer.chunk.embedding),
+    "all adapters": switches_adapters,
+    "watched variable": steers,
+    "hook behind a forward": hooks(lambda it: last(it).register_forward_hook(lambda *_: None)),
+    "hook before a forward": hooks(lambda it: first(it).register_forward_pre_hook(lambda *_: None)),
+    "hook behind a backward": hooks(lambda it: last(it).register_full_backward_hook(lambda *_: None)),
+    "hook on a gradient": hooks(lambda it: weight(it).register_hook(lambda grad: grad * 0.5)),
+    "hook after adding": hooks(lambda it: weight(it).register_post_accumulate_grad_hook(lambda _param: None)),
+}
+OF_FORWARDS = {name for name in CHANGES if name.split()[0] in ("forward", "half", "class", "watched")}
+OF_FORWARDS |= {"forward of a layer"}
+OF_ALL_MODELS = ("forward of a class", "property of a class", "hook on all modules", "forward of all MLPs")

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of events: what hosts do to models, steps and the plugin.
+
+An event is drawn as plain data. `applies` says whether it can happen to what there is, `do` does the same to
+both twins, and `reasons` are those that it explains, from then on.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import host_rig
+import megatron_rig as rig
+import torch
+from leftovers import forget_loss_scale
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from state_changes import CHANGES as OF_PROBES
+from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megagraph
+
+from .changes import CHANGES
+from .models import KINDS, UNIT, draw_plugin
+
+if TYPE_CHECKING:
+    from .twins import Twins
+
+__all__ = ["EVENTS", "MISFIT", "Event"]
+
+Given = dict[str, Any]
+Draw = Callable[[Random], Given]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One that may happen."""
+
+    do: Callable[..., None]  # to the twins, with what was drawn
+    draw: Draw = lambda rng: {}
+    applies: Callable[["Twins"], bool] = lambda twins: True
+    reasons: frozenset[str] = frozenset()
+    weight: int = 2  # how often it comes
+    of_ranks: bool = True  # goes with models that ranks share, too
+
+
+EVENTS: dict[str, Event] = {}
+MISFIT = frozenset({"TOO_MANY_SEQUENCES", "TOO_MANY_TOKENS", "SEQUENCE_TOO_LONG"})
+
+
+def event(*reasons: str, **given: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Puts a function of the twins into the table, under its name in words."""
+
+    def add(do: Callable[..., None]) -> Callable[..., None]:
+        EVENTS[do.__name__.replace("_", " ")] = Event(do=do, reasons=frozenset(reasons), **given)
+        return do
+
+    return add
+
+
+def step(
+    *reasons: str, how: Sequence[Any] = (None,), **given: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The same of a trainer, its micro-batches and one of several ways; what it leaves is compared."""
+    given = {"draw": lambda rng: {**packs(rng), "how": rng.choice(how)}, **given}
+
+    def add(work: Callable[..., Any]) -> Callable[..., Any]:
+        def do(twins: "Twins", packs: list[Given], model: int, how: Any) -> None:
+            twins.each(lambda trainer: work(trainer, twins.micros(packs), how), model)
+
+        do.__name__ = work.__name__
+        event(*reasons, **given)(do)
+        return work
+
+    return add
+
+
+def packs(rng: Random) -> Given:
+    """Packs of a step, at most as large as the rig's capacity; which model takes it, if there are several."""
+
+    def pack() -> Given:
+        count = rng.randint(1, rig.CAPACITY.num_seqs)
+        rows = [UNIT] * count
+        for _ in range(rng.randint(0, rig.CAPACITY.tokens // UNIT - count)):
+            rows[rng.randrange(count)] += UNIT
+        lengths = [each - rng.randint(0, UNIT - 1) for each in rows]
+        given = rng.choice([{"lengths": rows}, {"lengths": lengths}, {"lengths": lengths, "padded": rows}])
+        if "padded" in given and rng.random() < 0.2:
+            lengths[rng.randrange(count)] = 0
+        return {**given, "seed": rng.randrange(1 << 16)}
+
+    return {"packs": [pack() for _ in range(rng.randint(1, 3))], "model": rng.choice([0, 0, 1, 2])}
+
+
+def misfits(rng: Random) -> Given:
+    """The last one has too many documents, or tokens."""
+    given = packs(rng)
+    last = {"lengths": rng.choice([[4] * 9, [60, 20]]), "seed": rng.randrange(1 << 16)}
+    return {**given, "packs": [*given["packs"], last], "how": None}
+
+
+# -- steps -------------------------------------------------------------------------------------------
+
+
+@step(weight=16)
+def trains(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+    return rig.step(trainer, micros)
+
+
+@step(*MISFIT, draw=misfits)
+def trains_on_packs_that_do_not_fit(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+    return rig.step(trainer, micros)
+
+
+@step("STATE_CHANGED", weight=4)
+def evaluates(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+    return rig.evaluate(trainer, micros)
+
+
+@step("SIGNATURE_CHANGED", "STATE_CHANGED", how=("no_grad", "inference_mode"))
+def passes_without_gradients(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
+    """Outside of any schedule, in training mode."""
+    with getattr(torch, how)():
+        return [rig.forward(trainer.model, it, trainer.device)[0].clone() for it in micros]
+
+
+@step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"))
+def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
+    """All forwards, then the backwards in some order."""
+    has_scale = MoEAuxLossAutoScaler.main_loss_backward_scale is not None  # of a schedule, whose it stays
+    trainer.zero_grad()
+    left = [rig.forward(trainer.model, it, trainer.device)[0] for it in micros]
+    for losses in {"first": left, "last": left[::-1], "never": []}[how]:
+        losses.sum().backward()
+    if not has_scale:
+        forget_loss_scale()
+    return [losses.detach().clone() for losses in left], rig.grads(trainer.chunk)
+
+
+@step("PARAMETERS_CHANGED")
+def trains_beside_a_gradient(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+    """A `.grad` that somebody has left beside `main_grad`: eager adds it to the next one."""
+    trainer.zero_grad()
+    for param in trainer.chunk.decoder.layers[0].parameters():
+        if param.requires_grad:
+            param.grad = torch.full_like(param, 0.25)
+            break
+    losses = rig.schedule(trainer.model, micros, len(micros), trainer.device)
+    found = losses, rig.grads(trainer.chunk)
+    trainer.zero_grad()
+    return found
+
+
+@step("STATE_CHANGED")
+def trains_in_evaluation_mode(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+    trainer.model.eval()
+    try:
+        return rig.step(trainer, micros)
+    finally:
+        trainer.model.train()
+
+
+@step(of_ranks=False)
+def trains_in_a_thread(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(rig.step, trainer, micros).result()
+
+
+class Broken(Exception):
+    """Raised in the middle of a step."""
+
+
+def _raise(*_args: Any, **_kwargs: Any) -> None:
+    raise Broken
+
+
+@step("STATE_CHANGED", how=("data", "embedding", "layer", "forward", "loss", "backward"), weight=4)
+def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
+    """In its last micro-batch. What it has added to gradients is compared."""
+    left, chunk = len(micros), trainer.chunk
+    module = {"embedding": chunk.embedding, "layer": chunk.decoder.layers[-1]}.get(how)
+
+    def forward_step(data: Iterator[rig.Micro], model: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left:
+            return rig.forward(model, next(data), trainer.device)
+        if how == "data":
+            raise Broken
+        if module is not None:
+            vars(module)["_call_impl"] = _raise
+        losses, reduce = rig.forward(model, next(data), trainer.device)
+        if how == "forward":
+            raise Broken
+        if how == "backward":
+            losses.register_hook(_raise)
+        return losses, _raise if how == "loss" else reduce
+
+    trainer.zero_grad()
+    with contextlib.suppress(Broken):
+        rig.run_schedule(trainer.model, forward_step, micros, len(micros))
+    if module is not None:
+        del vars(module)["_call_impl"]
+    return rig.grads(chunk)
+
+
+class Holder(nn.Module):
+    """A wrapper whose model may be replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@step(how=range(3), weight=4, of_ranks=False)
+def asks_a_reference(trainer: Any, micros: list[rig.Micro], how: int) -> Any:
+    """A frozen model in a wrapper, which takes another one's place if its seed is another one."""
+    known, holder = getattr(trainer, "reference", (how, None))
+    if holder is None:
+        holder = Holder(host_rig.frozen_model(how)[1])
+    elif known != how:
+        holder.module = host_rig.frozen_model(how)[1]
+    trainer.reference = how, holder
+    return host_rig.log_probs(holder, micros)
+
+
+# -- contexts of a step ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _suspended() -> Iterator[None]:
+    megagraph.suspend()
+    yield
+    megagraph.resume()
+
+
+@contextlib.contextmanager
+def _default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _autocast() -> AbstractContextManager[Any]:
+    if distributed.get_world_size() > 1:  # Megatron's collectives do not take what comes of it
+        return contextlib.nullcontext()
+    return torch.autocast("cuda" if rig.ON_GPU else "cpu", torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _side_stream() -> Iterator[None]:
+    if not rig.ON_GPU:
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+class _WatchesOps(TorchDispatchMode):  # type: ignore[misc]
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...]]] = {
+    "skipped": (megagraph.disable_cuda_graphs_this_step, ("DISABLED",)),
+    "suspended": (_suspended, ("SUSPENDED",)),
+    "a watch of all ops": (_WatchesOps, ("SIGNATURE_CHANGED",)),
+    "tensors saved on the host": (torch.autograd.graph.save_on_cpu, ("RECOMPUTING",)),
+    "another default dtype": (_default_dtype, ("NUMERICS_CHANGED",)),
+    "one thread of autograd": (lambda: torch.autograd.set_multithreading_enabled(False), ()),
+    "a search for anomalies": (lambda: torch.autograd.detect_anomaly(check_nan=False), ("NUMERICS_CHANGED",)),
+    "autocast": (_autocast, ("NUMERICS_CHANGED",)),
+    "another stream": (_side_stream, ()),
+}
+
+
+@step(*(why for _, whys in AROUND.values() for why in whys), how=[*AROUND], weight=6)
+def trains_inside(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
+    with AROUND[how][0]():
+        return rig.step(trainer, micros)
+
+
+ALONE = ("skipped", "suspended")  # where each rank may be by itself
+
+
+@event(
+    "GROUP_DISAGREED",
+    *(why for name in ALONE for why in AROUND[name][1]),
+    draw=lambda rng: {**packs(rng), "how": rng.choice(ALONE), "rank": rng.randrange(2)},
+    weight=4,
+)
+def trains_while_one_rank_is(twins: "Twins", packs: list[Given], model: int, how: str, rank: int) -> None:
+    def work(trainer: Any) -> Any:
+        with AROUND[how][0]() if twins.rank == rank else contextlib.nullcontext():
+            return rig.step(trainer, twins.micros(packs))
+
+    twins.each(work, model)
+
+
+# -- what lasts --------------------------------------------------------------------------------------
+
+# Weights that are parametrized cannot be taken back, or as plain tensors if frozen; tied ones train apart.
+UNWANTED = ("parametrized weight", "normalised weight", "tied weights")
+LASTING = [name for name in OF_PROBES if name not in UNWANTED]
+WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED")
+
+
+@event(*WATCHED, draw=lambda rng: {"name": rng.choice([*CHANGES])}, weight=6)
+def changes(twins: "Twins", name: str) -> None:
+    twins.change(name, CHANGES[name])
+
+
+@event(
+    *WATCHED,
+    draw=lambda rng: {"name": rng.choice(LASTING)},
+    applies=lambda twins: twins.has("probes"),
+    weight=10,
+)
+def changes_a_probe(twins: "Twins", name: str) -> None:
+    twins.change(name, OF_PROBES[name].do)
+
+
+# What is noticed at each call.
+AT_EACH_CALL = [
+    name for name in CHANGES if not name.startswith(("class", "frozen", "watched", "hook on", "hook after"))
+]
+
+
+@event(
+    *(*WATCHED, "SCOPE_UNSUPPORTED"),
+    draw=lambda rng: {**packs(rng), "name": rng.choice(AT_EACH_CALL)},
+    weight=6,
+)
+def changes_within_a_step(twins: "Twins", packs: list[Given], model: int, name: str) -> None:
+    """Before its last micro-batch, and back behind the step."""
+
+    def work(trainer: Any) -> Any:
+        micros, undos = twins.micros(packs), []
+
+        def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
+            micro = next(data)
+            if micro is micros[-1]:
+                undos.append(CHANGES[name](trainer))
+            return rig.forward(chunk, micro, trainer.device)
+
+        trainer.zero_grad()
+        try:
+            left = rig.run_schedule(trainer.model, forward_step, micros, len(micros))
+        finally:
+            for undo in undos:
+                undo()
+        return left, rig.grads(trainer.chunk)
+
+    twins.each(work, model)
+
+
+@event(applies=lambda twins: bool(twins.undos), weight=6)
+def takes_back(twins: "Twins") -> None:
+    twins.undos.pop()()
+
+
+@event("NUMERICS_CHANGED", draw=lambda rng: {"precision": rng.choice(["highest", "high"])})
+def sets_a_precision(_twins: "Twins", precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+
+
+@event("SUSPENDED")
+def suspends(_twins: "Twins") -> None:
+    megagraph.suspend()
+
+
+@event(weight=4)
+def resumes(_twins: "Twins") -> None:
+    megagraph.resume()
+
+
+@event("ADDRESS_MOVED", applies=lambda twins: twins.has("dense") and not twins.is_adapted, of_ranks=False)
+def adapts(twins: "Twins") -> None:
+    """DDP does not know these adapters, and nobody takes them out again."""
+    twins.is_adapted = True
+    for trainer in twins.pairs[0].both:
+        host_rig.adapt(trainer.chunk)
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+@event("NO_FREE_SLOT", draw=packs, of_ranks=False)
+def keeps_an_output(twins: "Twins", packs: list[Given], model: int) -> None:
+    """Of the decoder, until somebody lets go."""
+
+    def work(trainer: Any) -> Any:
+        handle = trainer.chunk.decoder.register_forward_hook(
+            lambda _block, _args, out: twins.held.append(out)
+        )
+        try:
+            return rig.step(trainer, twins.micros(packs))
+        finally:
+            handle.remove()
+
+    twins.each(work, model)
+
+
+@event(weight=4)
+def lets_go(twins: "Twins") -> None:
+    twins.held.clear()
+    gc.collect()
+
+
+def _announced(rng: Random) -> Given:
+    return {"is_told": rng.random() < 0.5, "index": rng.randrange(64)}
+
+
+@event("ADDRESS_MOVED", draw=_announced)
+def moves_gradients(twins: "Twins", is_told: bool, index: int) -> None:
+    with _suspended() if is_told else contextlib.nullcontext():
+        for trainer in twins.pairs[0].both:
+            twins.kept.append(host_rig.Offload())
+            twins.kept[-1].move_gradients(trainer.model)
+
+
+@event(
+    *("ADDRESS_MOVED", "GROUP_DISAGREED"),
+    draw=lambda rng: {**_announced(rng), "ranks": rng.choice([[0, 1], [0], [1]])},
+    weight=4,
+)
+def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
+    if twins.is_shared and twins.rank not in ranks:
+        return
+    with _suspended() if is_told else contextlib.nullcontext():
+        for trainer in twins.pairs[0].both:
+            params = [*trainer.chunk.decoder.parameters()]
+            param = params[index % len(params)]
+            twins.kept.append(param.data)
+            param.data = param.data.clone()
+            twins.kept[-1].fill_(float("nan"))
+
+
+@event("ADDRESS_MOVED", draw=_announced)
+def offloads(twins: "Twins", is_told: bool, index: int) -> None:
+    with _suspended() if is_told else contextlib.nullcontext():
+        for trainer in twins.pairs[0].both:
+            offload = host_rig.Offload()
+            offload.weights(trainer.chunk)
+            offload.gradients(trainer.model)
+            offload.weights_back(trainer.chunk, trainer.device)
+            offload.gradients_back(trainer.model)
+            twins.kept.append(offload)
+
+
+@event()
+def reloads(twins: "Twins") -> None:
+    for trainer in twins.pairs[0].both:
+        weights = {name: it.clone() for name, it in trainer.chunk.state_dict().items() if it is not None}
+        trainer.chunk.load_state_dict(weights, strict=False)  # without what modules keep beside tensors
+
+
+# -- models and the plugin ---------------------------------------------------------------------------
+
+
+@event(
+    draw=lambda rng: {"kind": rng.choice([*KINDS])},
+    applies=lambda twins: len(twins.pairs) < 3,
+    of_ranks=False,
+)
+def adds_a_model(twins: "Twins", kind: str) -> None:
+    """One that has what the scopes name. Megatron counts the experts of one model alone."""
+    if twins.scopes in KINDS[kind].scopes and not (twins.has("experts") and "experts" in KINDS[kind].has):
+        twins.add(kind)
+
+
+@event(applies=lambda twins: len(twins.pairs) > 1)
+def drops_a_model(twins: "Twins") -> None:
+    twins.drop()
+
+
+@event(draw=lambda rng: {"plugin": draw_plugin(rng)}, weight=1)
+def installs_anew(twins: "Twins", plugin: Given) -> None:
+    twins.install(plugin)

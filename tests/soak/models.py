@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scenarios draw: kinds of models, each with the scopes that are legal for it, and options."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import moe_rig
+import torch
+from host_rig import HostTrainer, OwnBlock, OwnModel, adapt
+from mamba_rig import mamba, mamba_experts
+from megatron_rig import HYBRID_PATTERN, ON_GPU, ModelTrainer, around_mlps, graph_config, te_layer_spec
+from mla_rig import KINDS as MLA_KINDS
+from mla_rig import MlaTrainer
+from moe_rig import ExpertTrainer
+from state_changes import Probe
+from streams import seeded
+from torch import nn
+
+from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron import seams
+
+__all__ = ["KINDS", "LAYOUTS", "PLUGIN", "UNIT", "Kind", "draw_plugin", "plugin_of"]
+
+Scopes = tuple[str, ...]
+UNIT = 4  # rows that two ranks can share, whatever they share
+PARTS: tuple[Scopes, ...] = ((), ("attn",), ("mlp",), ("attn", "mlp"))
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+# How two ranks share a model: fields of Megatron's config. Of packs each of "dp" and "ep" has its own.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_model_parallel_size": 2},
+    "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp": {"context_parallel_size": 2},
+    "ep": {"expert_model_parallel_size": 2},
+    "dp": {},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of model."""
+
+    make: Callable[..., Trainer]  # takes `config`, further fields of Megatron's config
+    scopes: tuple[Scopes, ...] = PARTS  # what may be named
+    reasons: frozenset[str] = frozenset()  # of layers that are eager by nature
+    has: frozenset[str] = frozenset()  # what events ask for
+    layouts: frozenset[str] = frozenset()  # of ranks that it can be spread over
+
+
+def _experts(config: dict[str, Any] | None = None, **given: Any) -> Trainer:
+    return ExpertTrainer(**{"kinds": "E-", **given}, **(config or {}))
+
+
+def _mamba_experts(config: dict[str, Any] | None = None) -> Trainer:
+    return mamba_experts("M*E-", **(config or {}))
+
+
+def _shares_a_parameter(chunk: Any) -> None:
+    one, other = (layer.mlp.linear_fc2 for layer in chunk.decoder.layers)
+    other.weight = one.weight
+
+
+def _reads_a_foreign_parameter(chunk: Any) -> None:
+    """Which belongs to the model, and to no layer."""
+    chunk.scale = scale = nn.Parameter(torch.full((1,), 1.5))
+    mlp = chunk.decoder.layers[0].mlp
+    original = mlp.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out, bias = original(*args, **kwargs)
+        return out * scale, bias
+
+    mlp.forward = forward
+
+
+def _tied(_config: Any) -> dict[str, Any]:
+    return {"share_embeddings_and_output_weights": True}
+
+
+_SHARED = frozenset({"SHARED_PARAMETER"})
+_RANKS = frozenset({"tp", "sp", "cp", "dp"})
+_APART = frozenset({"tp", "dp"})
+KINDS: dict[str, Kind] = {
+    "dense": Kind(make=ModelTrainer, has=frozenset({"dense"}), layouts=_RANKS),
+    "probes": Kind(
+        make=partial(ModelTrainer, prepare=around_mlps(Probe)), has=frozenset({"probes"}), layouts=_APART
+    ),
+    "adapters": Kind(
+        make=partial(ModelTrainer, prepare=partial(adapt, names=LINEARS)), has=frozenset({"adapters"})
+    ),
+    "tied embeddings": Kind(make=partial(ModelTrainer, arguments=_tied)),
+    "three layers": Kind(make=partial(ModelTrainer, layers=3, query_groups=1)),
+    "own forwards": Kind(make=partial(HostTrainer, OwnModel, OwnBlock)),
+    "shared parameter": Kind(make=partial(ModelTrainer, prepare=_shares_a_parameter), reasons=_SHARED),
+    "foreign parameter": Kind(
+        make=partial(ModelTrainer, prepare=_reads_a_foreign_parameter), reasons=_SHARED
+    ),
+    "experts": Kind(
+        make=_experts,
+        scopes=(("attn",), ("mlp",), ("attn", "moe_router"), ("attn", "moe_router", "mlp")),
+        has=frozenset({"experts"}),
+        layouts=frozenset({"ep", "dp"}),
+    ),
+    "biased experts": Kind(
+        make=partial(_experts, config={**moe_rig.BIAS, **moe_rig.SHARED}),
+        scopes=(("attn",), ("attn", "moe_router")),
+        has=frozenset({"experts"}),
+    ),
+    "padded experts": Kind(
+        make=partial(_experts, config=moe_rig.PADS),
+        scopes=(("attn", "moe"), ("attn", "moe_router", "moe_preprocess"), ("attn", "moe_router")),
+        has=frozenset({"experts"}),
+    ),
+    "grouped experts": Kind(
+        make=partial(_experts, is_grouped=True),
+        scopes=((), ("attn", "moe_router")),
+        has=frozenset({"experts"}),
+    ),
+}
+if seams.hybrid_seams():
+    KINDS["hybrid"] = Kind(make=partial(ModelTrainer, pattern=HYBRID_PATTERN), layouts=_APART)
+    KINDS["mamba"] = Kind(make=mamba, scopes=((), ("mamba",), ("attn", "mamba")), has=frozenset({"hybrid"}))
+    KINDS["mamba and experts"] = Kind(
+        make=_mamba_experts,
+        scopes=(("mamba", "attn", "moe_router"), ("mamba", "attn", "moe_router", "mlp")),
+        has=frozenset({"experts", "hybrid"}),
+    )
+for _name in MLA_KINDS:
+    _layouts = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp"}  # whose table is made on a GPU
+    KINDS[f"MLA: {_name}"] = Kind(make=partial(MlaTrainer, kind=_name), layouts=_layouts)
+if ON_GPU:
+    KINDS["engine"] = Kind(make=lambda **given: ModelTrainer(spec=te_layer_spec(), **given))
+KINDS = {name: Kind(**{**vars(kind), "make": seeded(kind.make)}) for name, kind in KINDS.items()}
+
+# -- options of the plugin ---------------------------------------------------------------------------
+
+# Of each the plainest first. Capacities are tokens, documents, longest document; none are learned.
+PLUGIN: dict[str, tuple[Any, ...]] = {
+    "capacities": ([[64, 6, 64]], [[32, 3, 32], [64, 6, 64]], [[64, 6, 40]], [[64, 8, 64], [64, 3, 64]], []),
+    "cuda_graph_granularity": ("layer", "layer", "chunk"),
+    "cuda_graph_max_states": (8, 4, 2),
+    "cuda_graph_slots": (None, None, 2),
+    "cuda_graph_warmup_steps": (1, 1, 2),
+    "verify": ("capture", "capture", "off", 3),
+    "tail": ("hidden", "hidden", "empty-dummy"),
+}
+
+
+def draw_plugin(rng: Random) -> dict[str, Any]:
+    """Some options, as plain data."""
+    return {name: rng.choice(values) for name, values in PLUGIN.items()}
+
+
+def plugin_of(scopes: Scopes, plugin: dict[str, Any], layout: str = "") -> GraphConfig:
+    """The same as the plugin takes them."""
+    capacities = tuple(
+        Capacity(tokens=tokens, num_seqs=documents, max_seqlen=longest)
+        for tokens, documents, longest in plugin["capacities"]
+    )
+    given = {**plugin, "capacities": capacities, "cuda_graph_modules": scopes}
+    if layout == "cp" or any(each.max_seqlen != each.tokens for each in capacities):
+        given["tail"] = "hidden"  # the other one asks for documents as long as the pack
+    return graph_config(**given)

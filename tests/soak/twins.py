@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a scenario on pairs of models of the same weights, of which one runs eager and one has graphs."""
+
+import contextlib
+import gc
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import megatron_rig as rig
+import moe_rig
+import torch
+from context_jobs import SharedMicro
+from leftovers import free_models, models_in_memory
+from same_bits import BitsDiffer, assert_same_bits
+from state_changes import Do
+from torch import distributed
+
+import megagraph
+from megagraph.demo.trainer import Trainer
+
+from .changes import OF_ALL_MODELS, OF_FORWARDS
+from .events import EVENTS, MISFIT
+from .models import KINDS, LAYOUTS, UNIT, Kind, plugin_of
+from .scenarios import Scenario
+
+__all__ = ["Outcome", "Twins", "run"]
+
+CALM_STEPS = 6  # in which graphs have to come back, once all is as it was
+CALM = [{"lengths": [9, 20]}, {"lengths": [3, 30, 8], "seed": 1}]
+# Reasons for which layers have no graph.
+OF_LAYERS = {"FOREIGN_HOOK", "SHARED_PARAMETER", "SCOPE_UNSUPPORTED", "CAPTURE_FAILED", "SIGNATURE_CHANGED"}
+
+
+class EagerRaises(Exception):
+    """The eager twin raises, so that the scenario is none."""
+
+
+class AsGiven(Exception):
+    """No layer has a graph, so that packs run as they were given: some kernels round otherwise then."""
+
+
+class WrongFigures(AssertionError):
+    """Calls were counted under a reason that nothing explains, or graphs did not come back."""
+
+
+class Leak(AssertionError):
+    """Models, graphs or banks stay in memory."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of a scenario."""
+
+    done: Counter[str] = field(default_factory=Counter)  # events, by name
+    calls: int = 0
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)  # calls by reason
+    seconds: float = 0.0
+    failure: str | None = None  # what kind
+    text: str = ""  # all about it
+    at: int = -1  # the event
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failure not in (None, EagerRaises.__name__, AsGiven.__name__)
+
+
+class Twins:
+    """Pairs of models, and all that has been done to them and will have to be taken back."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scopes, self._layout = scenario.scopes, scenario.layout
+        self.is_shared, self.rank = bool(scenario.layout), distributed.get_rank()
+        self.pairs: list[rig.Pair] = []
+        self._kinds: list[Kind] = []
+        self.undos: list[Callable[[], None]] = []  # take the changes of the first pair back, last one first
+        self.held: list[Any] = []  # memory that somebody keeps for a while
+        self.kept: list[Any] = []  # memory that takes the place of what was freed
+        self.is_adapted = False
+        self.expected: set[str] = {"WARMING_UP"}  # reasons that something has explained
+        self.scars: set[str] = set()  # of these those that stay
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._seed = 0
+        self.install(scenario.plugin)
+        self.add(scenario.kind)
+
+    def install(self, plugin: dict[str, Any]) -> None:
+        """The plugin, with these options."""
+        self.held.clear()
+        megagraph.uninstall()
+        megagraph.install(plugin_of(self.scopes, plugin, self._layout))
+        if self.pairs:  # whose DDP is a stranger until a schedule shows it
+            self.explain("FOREIGN_HOOK")
+        self.fits_all = any(longest == rig.CAPACITY.tokens for *_, longest in plugin["capacities"])
+        self.scars -= MISFIT
+        if not self.fits_all:
+            self.explain(*MISFIT, lasts=True)
+
+    def add(self, name: str) -> None:
+        """Another pair."""
+        kind = KINDS[name]
+        self._kinds.append(kind)
+        config = {"config": LAYOUTS[self._layout]} if self._layout else {}
+        self.pairs.append(rig.Pair(kind.make, **config))
+        self.explain(*kind.reasons, lasts=True)
+        self.each(lambda trainer: rig.step(trainer, self.micros(CALM)), len(self.pairs) - 1)
+
+    def drop(self) -> None:
+        """The last pair, which nobody uses any more and nobody keeps, but for Megatron's dispatchers."""
+        self.held.clear()
+        gone = [weakref.ref(trainer.chunk) for trainer in self.pairs.pop().both]
+        gc.collect()
+        if "experts" not in self._kinds.pop().has and any(it() is not None for it in gone):
+            raise Leak("a model that was dropped stays")
+
+    def explain(self, *reasons: str, lasts: bool = False) -> None:
+        """From now on there may be calls for these; for ever, if nobody takes back what makes them."""
+        self.expected |= {*reasons}
+        if lasts:
+            self.scars |= {*reasons}
+
+    def micros(self, packs: Sequence[dict[str, Any]]) -> list[rig.Micro]:
+        """Of what was drawn, those that this rank runs."""
+        if self._layout in ("dp", "ep") and self.rank:
+            packs = [{**it, "seed": it.get("seed", 0) + 1} for it in packs[::-1]]
+        found = []
+        for it in packs:
+            fields = {name: tuple(value) if isinstance(value, list) else value for name, value in it.items()}
+            if self._layout and "padded" not in it:
+                fields["padded"] = tuple(-(-length // UNIT) * UNIT for length in it["lengths"])
+            found.append((SharedMicro if self._layout == "cp" else rig.Micro)(**fields))
+        return found
+
+    def has(self, *features: str) -> bool:
+        """Whether the first pair has all of them."""
+        return {*features} <= self._kinds[0].has
+
+    def each(self, work: Callable[[Trainer], Any], model: int = 0) -> None:
+        """The same work on both, on the first without graphs, which must leave the same."""
+        pair = self.pairs[model if model < len(self.pairs) else 0]
+        self._seed += 1
+
+        def work_of(trainer: Trainer) -> Any:
+            torch.manual_seed(self._seed)
+            return work(trainer), rig.metrics()
+
+        with megagraph.disable_cuda_graphs_this_step():
+            try:
+                one = work_of(pair.eager)
+            except Exception as error:
+                raise EagerRaises(repr(error)) from error
+        before = self._report_of(pair.graphed)
+        other = work_of(pair.graphed)
+        try:
+            assert_same_bits(one, other)
+        except BitsDiffer as error:
+            after = self._report_of(pair.graphed)
+            whys = rig.eager_since(after, before).keys() & OF_LAYERS
+            if whys and after["replays"] == before["replays"]:
+                raise AsGiven(f"for {whys}") from error
+            raise
+
+    def change(self, name: str, do: Do) -> None:
+        """Changes both of the first pair until it is taken back; once, if it is of all models."""
+        if name in OF_FORWARDS and self.scopes:  # a layer whose halves cannot be told apart stays eager
+            self.explain("SCOPE_UNSUPPORTED", lasts=True)
+        both = self.pairs[0].both
+        try:
+            undos = [do(trainer) for trainer in (both[:1] if name in OF_ALL_MODELS else both)]
+        except Exception as error:  # such as hooks on parameters that are frozen
+            raise EagerRaises(repr(error)) from error
+        self.undos.append(lambda: [undo() for undo in reversed(undos)] and None)
+
+    def account(self) -> None:
+        """Whether all calls are counted, under reasons that something explains."""
+        for pair in self.pairs:
+            for trainer in pair.both:
+                report = self._report_of(trainer)
+                if report["calls"] != report["replays"] + sum(report["eager"].values()):
+                    raise WrongFigures(f"calls that nobody counts: {report}")
+                if trainer is pair.eager and report["replays"]:
+                    raise WrongFigures(f"the eager model has replayed: {report}")
+                if trainer is pair.graphed and report["calls"]:
+                    self._reports[report["model"]] = report
+                    unexplained = report["eager"].keys() - self.expected
+                    if unexplained:
+                        raise WrongFigures(f"unexplained: {unexplained} in {report}")
+
+    def _report_of(self, trainer: Any) -> dict[str, Any]:
+        for graphs in rig.the_plugin().all_graphs():
+            if graphs.model() is trainer.chunk:
+                return graphs.report()
+        return {"calls": 0, "replays": 0, "eager": {}}  # has not run since the plugin was installed
+
+    def calm_down(self) -> None:
+        """Takes everything back; from then on the first pair replays again."""
+        self.held.clear()
+        gc.collect()
+        megagraph.resume()
+        torch.set_float32_matmul_precision("highest")
+        while self.undos:
+            self.undos.pop()()
+        left: set[str] = set()
+        for _ in range(CALM_STEPS):
+            before = self._report_of(self.pairs[0].graphed)
+            self.each(lambda trainer: rig.step(trainer, self.micros(CALM)))
+            after = self._report_of(self.pairs[0].graphed)
+            left = rig.eager_since(after, before).keys() - self.scars
+            if not left and not self._layout:  # ranks do as many
+                break
+        if left or (after["replays"] == before["replays"] and self.fits_all and not self.scars):
+            raise WrongFigures(f"no graphs after {CALM_STEPS} calm steps, for {left}: {after}")
+        self.each(lambda trainer: rig.weights(trainer.chunk))
+
+    def figures(self, outcome: Outcome) -> None:
+        """Adds up what all models did."""
+        for report in self._reports.values():
+            outcome.calls += report["calls"]
+            outcome.replays += report["replays"]
+            outcome.eager.update(report["eager"])
+
+
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Puts back what is of the whole process, whatever happened inside."""
+    precision = torch.get_float32_matmul_precision()
+    with moe_rig.experts_on_cpu():
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            torch.use_deterministic_algorithms(True)
+            megagraph.resume()
+            megagraph.uninstall()
+            rig.forget_metrics()
+
+
+def run(scenario: Scenario) -> Outcome:
+    """Runs it to its end or its first failure."""
+    outcome = Outcome()
+    start = time.monotonic()
+    with as_it_was():
+        try:
+            _run(scenario, outcome)
+        except Exception as error:
+            outcome.failure, outcome.text = type(error).__name__, traceback.format_exc()
+    outcome.seconds = time.monotonic() - start
+    free_models()
+    stay = models_in_memory()
+    if stay and outcome.failure is None:
+        outcome.failure, outcome.text, outcome.at = Leak.__name__, "\n".join(stay), len(scenario.events)
+    return outcome
+
+
+def _run(scenario: Scenario, outcome: Outcome) -> None:
+    twins = Twins(scenario)
+    try:
+        for outcome.at, (name, given) in enumerate(scenario.events):
+            event = EVENTS[name]
+            if event.applies(twins):
+                outcome.done[name] += 1
+                twins.explain(*event.reasons)
+                event.do(twins, **given)
+                twins.account()
+        outcome.at = len(scenario.events)
+        twins.calm_down()
+        twins.account()
+    finally:
+        while twins.undos:
+            twins.undos.pop()()
+        twins.figures(outcome)
