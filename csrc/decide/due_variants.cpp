@@ -86,6 +86,12 @@ void DueVariants::forget_states(const std::set<int64_t>& states) {
   }
 }
 
+void DueVariants::forget_tables() {
+  for (VariantKeys* keys : {&of_step_, &due_, &warmed_up_, &cold_}) {
+    erase_if(*keys, [](const VariantKey& kind) { return !kind.by_token; });
+  }
+}
+
 VariantKeys DueVariants::captured_of_family(const VariantKey& kind) const {
   VariantKeys found;
   for (const VariantKey& other : captured_) {

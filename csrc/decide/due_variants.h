@@ -25,6 +25,8 @@ class DueVariants {
   // -- in a step --
   // Remembers that the running step holds micro-batches of a kind.
   void note(const VariantKey& kind) { of_step_.insert(kind); }
+  // Rotary frequencies turn out to have a row for each token: kinds with a table never occurred.
+  void forget_tables();
   // Counts the step. Returns the kinds that have now been passed over before three of the steps
   // that held them.
   VariantKeys end_step();

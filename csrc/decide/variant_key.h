@@ -29,6 +29,7 @@ struct VariantKey {
   int64_t state = 0;
   bool has_mask = false;  // layers are given a padding mask of the user's
   int64_t cp_size = 1;    // ranks that share the pack
+  bool by_token = false;  // rotary frequencies have a row for each token, and are staged
 
   // What is captured together: the same for every capacity.
   VariantKey kind() const { return of_capacity(std::nullopt); }
@@ -46,7 +47,7 @@ struct VariantKey {
   }
 
   auto values() const {
-    return std::make_tuple(capacity, form.values(), grad, state, has_mask, cp_size);
+    return std::make_tuple(capacity, form.values(), grad, state, has_mask, cp_size, by_token);
   }
 };
 

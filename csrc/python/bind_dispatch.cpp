@@ -75,9 +75,12 @@ void bind_dispatch(py::module_& m) {
   m.def("by_name", &by_name, py::arg("names"), py::arg("args"), py::arg("kwargs"));
   m.def("is_skipped", &is_skipped);
   m.def("set_skipped", &set_skipped, py::arg("is_skipped"));
-  m.def("mark_canonical", &mark_canonical, py::arg("params"));
+  m.def("mark_canonical", &mark_canonical, py::arg("params"), py::kw_only(),
+        py::arg("by_token") = false);
   m.def("is_canonical", &is_canonical, py::arg("offsets"));
-  m.def("with_canonical_mark", &with_canonical_mark, py::arg("params"));
+  m.def("is_by_token", &is_by_token, py::arg("offsets"));
+  m.def("with_canonical_mark", &with_canonical_mark, py::arg("params"), py::kw_only(),
+        py::arg("by_token") = false);
   m.def("without_ranks", &without_ranks, py::arg("params"));
   m.def("require_rows", &require_rows, py::arg("rows"), py::arg("tokens"), py::arg("reason"));
   py::class_<CanonicalPacks, std::shared_ptr<CanonicalPacks>>(m, "CanonicalPacks")
@@ -105,30 +108,36 @@ void bind_dispatch(py::module_& m) {
       .def("mask_at_entry", &MicroBatch::mask_at_entry, py::arg("mask"))
       .def("take_mask", &MicroBatch::take_mask, py::arg("mask"), py::arg("hidden_states"))
       .def("replace_mask", &MicroBatch::replace_mask, py::arg("mask"))
-      .def("canonical_mask", &MicroBatch::canonical_mask)
+      .def("take_freqs", &MicroBatch::take_freqs, py::arg("table"))
+      .def("layer_arguments", &MicroBatch::layer_arguments)
       .def("pad", &MicroBatch::pad, py::arg("hidden_states"))
       .def("cut", &MicroBatch::cut, py::arg("hidden_states"))
       .def("first_rows", &MicroBatch::first_rows, py::arg("hidden_states"));
   py::class_<Dispatcher>(m, "Dispatcher")
-      .def(
-          py::init([](int64_t extra_seqs, bool depends_on_longest, bool needs_equal_rows,
-                      bool masks_tail, bool pads_at_entry, py::object is_own_table,
-                      bool cuts_tables, bool is_eager, int64_t cp_size, int ranks, bool run_alike,
-                      int warm_up_steps) {
-            BatchRules rules{extra_seqs, depends_on_longest, needs_equal_rows,
-                             masks_tail, pads_at_entry,      std::move(is_own_table)};
-            return std::make_unique<Dispatcher>(DispatchOptions{
-                std::move(rules), cuts_tables, is_eager, cp_size, ranks, run_alike, warm_up_steps});
-          }),
-          py::kw_only(), py::arg("extra_seqs") = 0, py::arg("depends_on_longest") = false,
-          py::arg("needs_equal_rows") = false, py::arg("masks_tail") = false,
-          py::arg("pads_at_entry") = false, py::arg("is_own_table") = py::none(),
-          py::arg("cuts_tables") = false, py::arg("is_eager") = false, py::arg("cp_size") = 1,
-          py::arg("ranks") = 1, py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
+      .def(py::init([](int64_t extra_seqs, bool depends_on_longest, bool needs_equal_rows,
+                       bool masks_tail, bool pads_at_entry, py::object is_own_table,
+                       bool is_by_token, bool may_be_by_token, bool cuts_tables, bool is_eager,
+                       int64_t cp_size, int ranks, bool run_alike, int warm_up_steps) {
+             BatchRules rules{extra_seqs, depends_on_longest, needs_equal_rows,
+                              masks_tail, pads_at_entry,      std::move(is_own_table)};
+             return std::make_unique<Dispatcher>(
+                 DispatchOptions{std::move(rules), is_by_token, may_be_by_token, cuts_tables,
+                                 is_eager, cp_size, ranks, run_alike, warm_up_steps});
+           }),
+           py::kw_only(), py::arg("extra_seqs") = 0, py::arg("depends_on_longest") = false,
+           py::arg("needs_equal_rows") = false, py::arg("masks_tail") = false,
+           py::arg("pads_at_entry") = false, py::arg("is_own_table") = py::none(),
+           py::arg("is_by_token") = false, py::arg("may_be_by_token") = false,
+           py::arg("cuts_tables") = false, py::arg("is_eager") = false, py::arg("cp_size") = 1,
+           py::arg("ranks") = 1, py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
       .def("set_capacities", &Dispatcher::set_capacities, py::arg("by_cp_size"))
       .def("set_groups", &Dispatcher::set_groups, py::arg("by_cp_size"))
       .def("use", &Dispatcher::use, py::arg("bank"), py::arg("variants"), py::arg("eager_variants"),
            py::arg("watch"))
+      .def("look_for_freqs", &Dispatcher::look_for_freqs, py::arg("table"), py::arg("params"),
+           py::arg("tokens"))
+      .def_property_readonly("is_by_token", &Dispatcher::is_by_token)
+      .def_property_readonly("freqs", &Dispatcher::freqs)
       .def("refuse", &Dispatcher::refuse, py::arg("reason"))
       .def("keep_eager", &Dispatcher::keep_eager, py::arg("reason"), py::arg("gradients_reason"))
       .def("set_suspended", &Dispatcher::set_suspended, py::arg("is_suspended"))

@@ -138,20 +138,21 @@ void bind_packs(py::module_& m) {
   like_values(form, {"has_padded", "is_aliased", "pad_between_seqs", "has_seq_idx"});
   py::class_<VariantKey> key(m, "VariantKey");
   key.def(py::init([](std::optional<Capacity> capacity, const PackForm& form, bool grad,
-                      int64_t state, bool has_mask, int64_t cp_size) {
-            return VariantKey{capacity, form, grad, state, has_mask, cp_size};
+                      int64_t state, bool has_mask, int64_t cp_size, bool by_token) {
+            return VariantKey{capacity, form, grad, state, has_mask, cp_size, by_token};
           }),
           py::arg("capacity"), py::arg("form"), py::arg("grad"), py::arg("state") = 0,
-          py::arg("has_mask") = false, py::arg("cp_size") = 1)
+          py::arg("has_mask") = false, py::arg("cp_size") = 1, py::arg("by_token") = false)
       .def_readonly("capacity", &VariantKey::capacity)
       .def_readonly("form", &VariantKey::form)
       .def_readonly("grad", &VariantKey::grad)
       .def_readonly("state", &VariantKey::state)
       .def_readonly("has_mask", &VariantKey::has_mask)
       .def_readonly("cp_size", &VariantKey::cp_size)
+      .def_readonly("by_token", &VariantKey::by_token)
       .def_property_readonly("kind", &VariantKey::kind)
       .def_property_readonly("family", &VariantKey::family);
-  like_values(key, {"capacity", "form", "grad", "state", "has_mask", "cp_size"});
+  like_values(key, {"capacity", "form", "grad", "state", "has_mask", "cp_size", "by_token"});
   py::class_<StageSchedule>(m, "StageSchedule")
       .def(py::init([](int64_t stages, int64_t stage, int64_t chunks,
                        std::optional<int64_t> group_size, bool has_expert_overlap) {

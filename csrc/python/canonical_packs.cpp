@@ -18,7 +18,7 @@ struct Names {
   const py::str &actual_q = interned("cu_seqlens_q"), &actual_kv = interned("cu_seqlens_kv"),
                 &padded_q = interned("cu_seqlens_q_padded"),
                 &padded_kv = interned("cu_seqlens_kv_padded"), &seq_idx = interned("seq_idx"),
-                &tokens = interned("total_tokens"), &mark = interned("_megagraph_is_canonical");
+                &tokens = interned("total_tokens"), &mark = interned("_megagraph_by_token");
   std::array<const py::str*, 4> offsets{&actual_q, &actual_kv, &padded_q, &padded_kv};
 };
 
@@ -33,16 +33,18 @@ py::object copy_of(const py::object& params) {
 
 }  // namespace
 
-void mark_canonical(const py::object& params) {
+void mark_canonical(const py::object& params, bool by_token) {
   for (const py::str* name : names().offsets) {
     const py::object offsets = py::getattr(params, *name);
-    if (!offsets.is_none()) py::setattr(offsets, names().mark, py::bool_(true));
+    if (!offsets.is_none()) py::setattr(offsets, names().mark, py::bool_(by_token));
   }
 }
 
 bool is_canonical(const py::handle& offsets) { return py::hasattr(offsets, names().mark); }
 
-py::object with_canonical_mark(const py::object& params) {
+bool is_by_token(const py::handle& offsets) { return offsets.attr(names().mark).cast<bool>(); }
+
+py::object with_canonical_mark(const py::object& params, bool by_token) {
   py::object marked = copy_of(params);
   std::map<PyObject*, py::object> made;
   for (const py::str* name : names().offsets) {
@@ -52,7 +54,7 @@ py::object with_canonical_mark(const py::object& params) {
     if (!own) own = offsets.attr("detach")();
     py::setattr(marked, *name, own);
   }
-  mark_canonical(marked);
+  mark_canonical(marked, by_token);
   return marked;
 }
 

@@ -5,8 +5,8 @@
 // What others have set on the given one beside these is handed on.
 //
 // Its offsets are marked where they are nobody else's: by the mark RoPE inside of a layer knows
-// that positions begin anew in each document (megagraph/megatron/graphs/layer_arguments.py, Note
-// [Where positions begin]).
+// that positions begin anew in each document, or that its frequencies have a row for each token
+// (megagraph/megatron/graphs/layer_arguments.py, Note [Where positions begin]).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,10 +21,12 @@
 namespace megagraph {
 
 // Marks the offsets of a pack, which nobody else holds.
-void mark_canonical(const pybind11::object& params);
+void mark_canonical(const pybind11::object& params, bool by_token);
 bool is_canonical(const pybind11::handle& offsets);
+// Of a canonical pack.
+bool is_by_token(const pybind11::handle& offsets);
 // The pack with marked tensors of its own over the same offsets; equal ones stay one.
-pybind11::object with_canonical_mark(const pybind11::object& params);
+pybind11::object with_canonical_mark(const pybind11::object& params, bool by_token);
 // The pack without the ranks that it names.
 pybind11::object without_ranks(const pybind11::object& params);
 

@@ -51,7 +51,9 @@ Dispatcher::Dispatcher(const DispatchOptions& options)
     : options_(options),
       rules_(std::make_shared<const BatchRules>(options.rules)),
       states_(options.ranks, options.run_alike),
-      due_(options.warm_up_steps) {}
+      due_(options.warm_up_steps) {
+  if (options_.is_by_token) stage_freqs();
+}
 
 void Dispatcher::set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size) {
   capacities_ = std::move(by_cp_size);
@@ -66,6 +68,26 @@ void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> 
   watch_ = std::move(watch);
   calls_ = 0;
   for (int index = 0; index < bank_->num_sites(); ++index) calls_ += bank_->site(index).calls();
+}
+
+std::optional<bool> Dispatcher::look_for_freqs(const py::object& table, const py::object& params,
+                                               int64_t tokens) {
+  if (rules_->freqs) return true;
+  if (!options_.may_be_by_token) return false;
+  const std::vector<at::Tensor> freqs = freqs_in(table);
+  if (freqs.empty() || freqs[0].size(0) != tokens) return false;
+  const auto longest = longest_document(params);
+  if (!longest || *longest == tokens) return std::nullopt;
+  stage_freqs();
+  return true;
+}
+
+void Dispatcher::stage_freqs() {
+  BatchRules rules = *rules_;
+  rules.depends_on_longest = false;
+  rules.freqs = std::make_shared<py::object>(py::none());
+  rules_ = std::make_shared<const BatchRules>(std::move(rules));
+  due_.forget_tables();
 }
 
 // The state first: it has the layers, and of others that are gone nothing can be asked.
@@ -139,8 +161,8 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   // What a forward of the host's makes of a mask shows where it calls its block.
   const bool masks_at_entry = rules_->masks_tail && rules_->pads_at_entry;
   const bool has_mask = are_megatrons && (masks_at_entry || !mask.is_none());
-  const VariantKey kind{std::nullopt, found.form, at::GradMode::is_enabled(),
-                        state,        has_mask,   cp_size};
+  const VariantKey kind{std::nullopt, found.form, at::GradMode::is_enabled(), state,
+                        has_mask,     cp_size,    rules_->freqs != nullptr};
   if (!is_settled) return python_reason(EagerReason::kWarmingUp);
   const bool is_taken = mask.is_none() || is_mask(mask, tokens, bank_->device());
   // Layers of experts take samples of one length apart again.

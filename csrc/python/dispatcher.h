@@ -36,12 +36,14 @@ namespace megagraph {
 
 struct DispatchOptions {
   BatchRules rules;
-  bool cuts_tables = false;  // the model cuts its rotary tables to the rows of the pack
-  bool is_eager = false;     // no micro-batch replays, and each runs on its canonical pack
-  int64_t cp_size = 1;       // of packs that do not say their own
-  int ranks = 1;             // that are in a state together
-  bool run_alike = true;     // these run the same packs
-  int warm_up_steps = 1;     // training steps before the first capture
+  bool is_by_token = false;      // rotary frequencies have a row for each token
+  bool may_be_by_token = false;  // or that may show
+  bool cuts_tables = false;      // the model cuts its rotary tables to the rows of the pack
+  bool is_eager = false;         // no micro-batch replays, and each runs on its canonical pack
+  int64_t cp_size = 1;           // of packs that do not say their own
+  int ranks = 1;                 // that are in a state together
+  bool run_alike = true;         // these run the same packs
+  int warm_up_steps = 1;         // training steps before the first capture
 };
 
 // `GraphBank::begin()`, after waiting for tensors that other threads are about to free: Note [Other
@@ -71,6 +73,14 @@ class Dispatcher {
   // The bank of now: its variants by index, and those that stay eager; what its graphs rely on.
   void use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> variants,
            std::map<VariantKey, EagerReason> eager_variants, std::shared_ptr<ModuleWatch> watch);
+  // What layers are handed in a micro-batch of `tokens` shows whether rotary frequencies have a row
+  // for each; if they do, they are staged from now on. None if they may be a table, too, as long as
+  // the longest document.
+  std::optional<bool> look_for_freqs(const pybind11::object& table, const pybind11::object& params,
+                                     int64_t tokens);
+  bool is_by_token() const { return rules_->freqs != nullptr; }
+  // What `BatchRules` say of them; None where tables have a row for each position.
+  pybind11::object freqs() const { return rules_->freqs ? *rules_->freqs : pybind11::none(); }
   // Why the model takes no graph at all.
   void refuse(EagerReason reason) { refused_ = reason; }
   // Why every micro-batch of the running step runs eager, and why those do that record gradients.
@@ -125,6 +135,7 @@ class Dispatcher {
     std::optional<EagerReason> misfit{};  // padded to rows that all need, it fits no capacity
   };
 
+  void stage_freqs();
   Found find(const pybind11::object& params, int64_t tokens) const;
   bool may_positions_go_on(const PackShape& shape) const;
   std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
@@ -135,7 +146,7 @@ class Dispatcher {
   std::shared_ptr<CanonicalPacks> packs_of(const VariantKey& key);
 
   const DispatchOptions options_;
-  const std::shared_ptr<const BatchRules> rules_;
+  std::shared_ptr<const BatchRules> rules_;
   States states_;
   DueVariants due_;
   std::map<int64_t, std::vector<Capacity>> capacities_;

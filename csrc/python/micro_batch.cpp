@@ -3,12 +3,14 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "csrc/bank/signature.h"
 #include "csrc/bank/staging/metadata.h"
 #include "csrc/torch/python_tensors.h"
 #include "csrc/watch/references.h"
@@ -44,6 +46,18 @@ const py::str& seq_idx_name() {
   return name;
 }
 
+// As one object, or a tuple where others are one.
+py::object freqs_of(const std::vector<at::Tensor>& tensors, const py::object& others) {
+  if (!py::isinstance<py::tuple>(others)) return py::cast(tensors.at(0));
+  return py::tuple(py::cast(tensors));
+}
+
+at::Tensor without_rows(const at::Tensor& t, const at::TensorOptions& options) {
+  std::vector<int64_t> sizes = t.sizes().vec();
+  sizes[0] = 0;
+  return at::empty(sizes, options.dtype(t.scalar_type()));
+}
+
 }  // namespace
 
 bool is_mask(const py::handle& mask, int64_t rows, c10::Device device) {
@@ -63,32 +77,48 @@ void require_rows(int64_t rows, int64_t tokens, EagerReason reason) {
       "); set max_seqlen_per_dp_cp_rank to the rows of the largest pack");
 }
 
+std::vector<at::Tensor> freqs_in(const py::object& table) {
+  const auto given = py::isinstance<py::tuple>(table) ? py::tuple(table) : py::make_tuple(table);
+  std::vector<at::Tensor> found;
+  for (const py::handle each : given) {
+    if (!is_plain_tensor(each.ptr()) || tensor_of(each.ptr()).dim() == 0) return {};
+    found.push_back(tensor_of(each.ptr()));
+  }
+  return found;
+}
+
 MicroBatch::MicroBatch(std::shared_ptr<const BatchRules> rules,
                        std::shared_ptr<CanonicalPacks> packs, py::object params, int64_t tokens,
-                       std::optional<EagerReason> reason, std::vector<at::Tensor> sources)
+                       std::optional<EagerReason> reason, std::vector<at::Tensor> of_pack)
     : rules_(std::move(rules)),
       packs_(std::move(packs)),
       given_(std::move(params)),
       tokens_(tokens),
       params_(given_),
       reason_(reason),
-      sources_(std::move(sources)) {
+      of_pack_(std::move(of_pack)) {
   if (rules_->pads_at_entry && key().capacity) entry_padding_ = capacity().tokens - tokens_;
 }
 
 const at::Tensor& MicroBatch::physical_offsets() const {
-  return sources_[key().form.has_padded ? 1 : 0];
+  return of_pack_[key().form.has_padded ? 1 : 0];
 }
 
 const at::Tensor& MicroBatch::row_offsets() const {
-  const size_t behind = mask_ ? 2 : 1;
-  return key().cp_size > 1 ? sources_[sources_.size() - behind] : physical_offsets();
+  return key().cp_size > 1 ? of_pack_.back() : physical_offsets();
+}
+
+std::vector<at::Tensor> MicroBatch::sources() const {
+  std::vector<at::Tensor> found = of_pack_;
+  found.insert(found.end(), freqs_.begin(), freqs_.end());
+  if (mask_) found.push_back(mask_->contiguous());
+  return found;
 }
 
 bool MicroBatch::run_as_given(EagerReason reason) {
   if (!rules_->depends_on_longest) return false;
   reason_ = reason;
-  params_ = with_canonical_mark(given_);
+  params_ = with_canonical_mark(given_, false);
   entry_padding_ = 0;
   is_as_given_ = true;
   return true;
@@ -100,11 +130,13 @@ void MicroBatch::run_as_given(bool is_own_table) {
 }
 
 bool MicroBatch::is_own(const py::object& table, const py::object& hidden_states) {
+  // Such as are made of the rows that were added, too.
+  if (key().by_token) return entry_padding_ != 0 && take_freqs(table);
   return rules_->is_own_table(table, constant_params(), hidden_states).cast<bool>();
 }
 
 py::object MicroBatch::given_params(bool is_own_table) const {
-  if (is_own_table) return with_canonical_mark(given_);
+  if (is_own_table) return with_canonical_mark(given_, key().by_token);
   if (entry_padding_ != 0) {
     throw std::runtime_error(
         "with sequence parallelism the layers of a padded pack are handed a rotary table that is "
@@ -123,7 +155,7 @@ py::object MicroBatch::canonical_params() {
   if (canonical_) return canonical_;
   const auto added = packs_->added_offsets();
   const int64_t slots = capacity().num_seqs;
-  const py::object actual = padded_offsets(sources_[0], slots, added.at("actual"));
+  const py::object actual = padded_offsets(of_pack_[0], slots, added.at("actual"));
   py::object padded = py::none(), index = seq_idx();
   if (const auto end = added.find("padded"); end != added.end()) {
     padded = padded_offsets(physical_offsets(), slots, end->second);
@@ -133,14 +165,14 @@ py::object MicroBatch::canonical_params() {
     index = py::cast(at::constant_pad_nd(tensor_of(index.ptr()), {0, rows}, slots));
   }
   py::object made = packs_->make_like(given_, actual, padded, index);
-  mark_canonical(made);
+  mark_canonical(made, key().by_token);
   return canonical_ = std::move(made);
 }
 
 py::object MicroBatch::constant_params() {
   if (!entered_) {
     entered_ = is_as_given_ ? params_
-                            : packs_->make_like(given_, py::cast(sources_[0]),
+                            : packs_->make_like(given_, py::cast(of_pack_[0]),
                                                 py::getattr(given_, padded_name()), seq_idx());
   }
   return entered_;
@@ -148,6 +180,49 @@ py::object MicroBatch::constant_params() {
 
 std::optional<at::Tensor> MicroBatch::mask_at_entry(const std::optional<at::Tensor>& mask) const {
   return rules_->pads_at_entry && !is_as_given_ ? padded_mask(mask) : mask;
+}
+
+bool MicroBatch::take_freqs(const py::object& table) {
+  if (!key().by_token) return true;
+  std::vector<at::Tensor> given = freqs_in(table), like = freqs_in(*rules_->freqs);
+  const bool is_first = like.empty();
+  if (is_first) {
+    for (const at::Tensor& t : given) like.push_back(without_rows(t, of_pack_[0].options()));
+  } else if (py::isinstance<py::tuple>(table) != py::isinstance<py::tuple>(*rules_->freqs)) {
+    return false;
+  }
+  if (given.empty() || given.size() != like.size()) return false;
+  for (size_t i = 0; i < given.size(); ++i) {
+    auto expected = TensorSignature::of(like[i], /*requires_grad=*/false, /*fewer_rows=*/false);
+    expected.sizes[0] = tokens_ + entry_padding_;
+    if (!expected.accepts(given[i])) return false;
+  }
+  if (is_first) *rules_->freqs = freqs_of(like, table);
+  freqs_ = std::move(given);
+  canonical_freqs_ = py::object();
+  return true;
+}
+
+py::object MicroBatch::canonical_freqs() {
+  if (canonical_freqs_) return canonical_freqs_;
+  std::vector<at::Tensor> padded;
+  for (const at::Tensor& t : freqs_) {
+    std::vector<int64_t> rows(2 * t.dim(), 0);
+    rows.back() = capacity().tokens - tokens_;
+    padded.push_back(at::constant_pad_nd(t, rows));
+  }
+  return canonical_freqs_ = freqs_of(padded, *rules_->freqs);
+}
+
+py::dict MicroBatch::layer_arguments() {
+  py::dict given;
+  given["attention_mask"] = py::none();
+  given["packed_seq_params"] = canonical_params();
+  if (const auto mask = canonical_mask()) given["padding_mask"] = py::cast(*mask);
+  if (!freqs_.empty() && !rules_->pads_at_entry && !is_as_given_) {
+    given["rotary_pos_emb"] = canonical_freqs();
+  }
+  return given;
 }
 
 bool MicroBatch::take_mask(const py::object& mask, const at::Tensor& hidden_states) {
@@ -159,9 +234,7 @@ bool MicroBatch::take_mask(const py::object& mask, const at::Tensor& hidden_stat
 }
 
 void MicroBatch::replace_mask(std::optional<at::Tensor> mask) {
-  if (mask_) sources_.pop_back();
   mask_ = std::move(mask);
-  if (mask_) sources_.push_back(mask_->contiguous());
   canonical_mask_.reset();
 }
 
@@ -199,7 +272,7 @@ at::Tensor MicroBatch::first_rows(const at::Tensor& hidden_states) const {
 }
 
 std::vector<PyObject*> MicroBatch::held() const {
-  return {given_.ptr(), params_.ptr(), canonical_.ptr(), entered_.ptr()};
+  return {given_.ptr(), params_.ptr(), canonical_.ptr(), entered_.ptr(), canonical_freqs_.ptr()};
 }
 
 }  // namespace megagraph

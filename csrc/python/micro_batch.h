@@ -9,8 +9,9 @@
 // where the pack does. Such a pack is padded where the model is entered, token ids, positions and
 // labels, and the losses of the rows that were added are cut off.
 //
-// A padding mask is staged like the offsets, and layers that run eager get the same one. A mask
-// that is none of the variant's has its micro-batch run as it was given.
+// A padding mask is staged like the offsets, and so are rotary frequencies if they have a row for
+// each token; layers that run eager get the same ones. What is none of the variant's has its
+// micro-batch run as it was given.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,6 +42,9 @@ struct BatchRules {
   // Asked with a rotary table, the pack that the model was given and hidden states: whether the
   // model made the table. None where no table matters.
   pybind11::object is_own_table = pybind11::none();
+  // Null where rotary tables have a row for each position. If frequencies have one for each token,
+  // a tensor or a tuple of them as the first ones were, without rows; None before these.
+  std::shared_ptr<pybind11::object> freqs = nullptr;
 };
 
 // Whether it is a padding mask that graphs take: bool [1, rows], True in rows of padding.
@@ -49,13 +53,17 @@ bool is_mask(const pybind11::handle& mask, int64_t rows, c10::Device device);
 // Raises RuntimeError where a pack that is not padded has not the rows that other ranks run.
 void require_rows(int64_t rows, int64_t tokens, EagerReason reason);
 
+// The tensors of rotary frequencies; none where these are anything but a tensor or a tuple of them.
+std::vector<at::Tensor> freqs_in(const pybind11::object& table);
+
 class MicroBatch {
  public:
-  // `sources`: what staging reads: offsets, `seq_idx`, offsets of this rank's rows, as far as there
-  // are any. The key has no capacity while these are to be learned: then it has no canonical pack.
+  // `of_pack`: what staging reads of it: offsets, `seq_idx`, offsets of this rank's rows, as far as
+  // there are any. The key has no capacity while these are to be learned: then
+  // it has no canonical pack.
   MicroBatch(std::shared_ptr<const BatchRules> rules, std::shared_ptr<CanonicalPacks> packs,
              pybind11::object params, int64_t tokens, std::optional<EagerReason> reason,
-             std::vector<at::Tensor> sources);
+             std::vector<at::Tensor> of_pack);
 
   const VariantKey& key() const { return packs_->key(); }
   const pybind11::object& python_key() const { return packs_->python_key(); }
@@ -66,8 +74,8 @@ class MicroBatch {
   void set_reason(std::optional<EagerReason> reason) { reason_ = reason; }
   // The pack as layers that run on it get it.
   const pybind11::object& params() const { return params_; }
-  // With the mask behind everything else, if it has one.
-  const std::vector<at::Tensor>& sources() const { return sources_; }
+  // With frequencies, and the mask behind everything else, if it has any.
+  std::vector<at::Tensor> sources() const;
   // The padding mask that the block was given, of this rank's rows.
   const std::optional<at::Tensor>& mask() const { return mask_; }
   // Rows to add to each row list of the model's input.
@@ -100,13 +108,17 @@ class MicroBatch {
 
   // The padding mask that the model is given: the canonical pack's where that is padded at entry.
   std::optional<at::Tensor> mask_at_entry(const std::optional<at::Tensor>& mask) const;
+  // Takes rotary frequencies that the block was given, if the variant's have a row for each token.
+  // False where these are none of its.
+  bool take_freqs(const pybind11::object& table);
   // Takes the padding mask that a block of Megatron's was given, or None. False where its variant
   // takes no mask, or another one.
   bool take_mask(const pybind11::object& mask, const at::Tensor& hidden_states);
   // Takes another padding mask, or none, in place of the one that there is.
   void replace_mask(std::optional<at::Tensor> mask);
-  // The canonical pack's padding mask, as staging writes it; made at the first request.
-  std::optional<at::Tensor> canonical_mask();
+  // What a layer that runs eager is given in place of the block's arguments: the pack, and of the
+  // canonical one what staging writes beside the offsets.
+  pybind11::dict layer_arguments();
 
   // Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end.
   at::Tensor pad(const at::Tensor& hidden_states) const;
@@ -123,15 +135,18 @@ class MicroBatch {
   const at::Tensor& row_offsets() const;       // the same of this rank's rows
   bool has_all_rows(const at::Tensor& hidden_states) const;
   at::Tensor padded_mask(const std::optional<at::Tensor>& mask) const;
+  std::optional<at::Tensor> canonical_mask();
+  pybind11::object canonical_freqs();
   pybind11::object seq_idx() const;
 
   const std::shared_ptr<const BatchRules> rules_;
   const std::shared_ptr<CanonicalPacks> packs_;
   const pybind11::object given_;
   const int64_t tokens_;
-  pybind11::object params_, canonical_, entered_;  // null until they are made
+  pybind11::object params_, canonical_, entered_, canonical_freqs_;  // null until they are made
   std::optional<EagerReason> reason_;
-  std::vector<at::Tensor> sources_;
+  const std::vector<at::Tensor> of_pack_;  // of the sources
+  std::vector<at::Tensor> freqs_;
   std::optional<at::Tensor> mask_, canonical_mask_;
   int64_t entry_padding_ = 0;
   bool is_as_given_ = false;

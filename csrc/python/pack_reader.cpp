@@ -85,6 +85,10 @@ bool are_same(const py::object& one, const py::object& other) {
 
 }  // namespace
 
+std::optional<int64_t> longest_document(const py::handle& params) {
+  return known_integer(attribute(params, fields().longest));
+}
+
 std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, int64_t extra_seqs,
                                     int64_t cp_size) {
   if (params.is_none()) return std::nullopt;
@@ -92,8 +96,7 @@ std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, in
   if (!format.is(fields().thd) && !format.equal(fields().thd)) return std::nullopt;
   const py::object offsets = attribute(params, fields().q);
   if (offsets.is_none()) return std::nullopt;
-  const int64_t longest =
-      known_integer(attribute(params, fields().longest)).value_or(tokens * cp_size);
+  const int64_t longest = longest_document(params).value_or(tokens * cp_size);
   return PackShape{tokens, numel(offsets) - 1 + extra_seqs, std::max<int64_t>(longest, 1), cp_size};
 }
 
@@ -104,7 +107,7 @@ std::optional<PackForm> pack_form(const py::handle& params) {
   const py::object kv_padded = attribute(params, fields().kv_padded);
   if (!are_same(q_padded, kv_padded)) return std::nullopt;
   if (!q_padded.is_none() && !is_tensor(q_padded.ptr())) return std::nullopt;
-  const auto longest = known_integer(attribute(params, fields().longest));
+  const auto longest = longest_document(params);
   const auto longest_kv = known_integer(attribute(params, fields().longest_kv));
   if (longest && longest_kv && *longest != *longest_kv) return std::nullopt;
   const bool is_aliased = q_padded.is(q) && kv_padded.is(kv);

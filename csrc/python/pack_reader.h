@@ -36,6 +36,9 @@ bool is_of_samples(const pybind11::handle& params);
 std::optional<PackShape> pack_shape(const pybind11::handle& params, int64_t tokens,
                                     int64_t extra_seqs, int64_t cp_size);
 
+// The tokens of its longest document, as far as the host knows them.
+std::optional<int64_t> longest_document(const pybind11::handle& params);
+
 std::optional<PackForm> pack_form(const pybind11::handle& params);
 
 // What staging reads of a pack of a form: offsets, padded ones, `seq_idx`, and if `cp_size` ranks

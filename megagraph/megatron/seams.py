@@ -28,7 +28,7 @@ __all__ = [
     "SUPPORTED",
     "Seam",
     *("called_name", "check_core", "engine_seams", "has_mla", "hybrid_groups", "hybrid_seams"),
-    *("is_engine_attention", "is_replaced", "made_in", "moe_metrics", "moe_records"),
+    *("is_engine_attention", "is_megatrons_rope", "is_replaced", "made_in", "moe_metrics", "moe_records"),
     *("packs_say_documents", "permutation_sorts", "replaced_choice", "replaced_rope"),
     "router_losses_count_ranks",
     "stand_in",
@@ -171,6 +171,7 @@ MLA_KEY_ROPE = Seam(
 # Says which modules make rotary tables of their own.
 MLA_ATTENTION = Seam(_MLA, "MultiLatentAttention.forward", "hidden_states attention_mask packed_seq_params")
 # What unfused RoPE calls, by name in its own module. Our op has the bits of the release's own.
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
 ENGINE_ATTENTION = Seam(
     "megatron.core.extensions.transformer_engine",
@@ -192,14 +193,19 @@ def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:
     if is_fused:
         module, seams = "megatron.core.fusions.fused_mla_yarn_rope_apply", [MLA_QUERY_ROPE, MLA_KEY_ROPE]
     else:
-        module = "megatron.core.models.common.embeddings.rope_utils"
-        seams = [MLA_ROPE if is_mla else ATTENTION_ROPE]
+        module, seams = _ROPE, [MLA_ROPE if is_mla else ATTENTION_ROPE]
     own = vars(importlib.import_module(module))
     parts = [own[name] for name in _ROPE_PARTS if name in own]
     for function in (*(_below_ours(seam.function()) for seam in seams), *parts):
         if getattr(function, "__globals__", None) is not own:
             return called_name(function)
     return None
+
+
+def is_megatrons_rope(function: Callable[..., Any]) -> bool:
+    """Whether unfused RoPE of packs is Megatron's, `function` and what it calls for them."""
+    own = vars(importlib.import_module(_ROPE))
+    return all(getattr(part, "__globals__", None) is own for part in (function, own[_ROPE_PARTS[0]]))
 
 
 @functools.cache

@@ -373,6 +373,30 @@ def test_what_a_micro_batch_holds_is_collected_with_it() -> None:
     assert gone() is None
 
 
+def test_frequencies_of_each_token_are_sources_between_offsets_and_mask() -> None:
+    made = dispatcher(BANK, depends_on_longest=True, may_be_by_token=True)
+    assert entered(made, PACK, 6).key.by_token is False
+    made.due.end_step()
+    assert made.due.due and made.freqs is None
+    for table, longest in ((None, 4), (torch.ones(4), 4), (torch.ones(()), 4)):
+        assert made.look_for_freqs(table, pack_of(PackShape(6, 2, longest)), 6) is False
+    for longest in (6, None):  # it may be a table
+        assert made.look_for_freqs(torch.ones(6), SimpleNamespace(max_seqlen_q=longest), 6) is None
+    assert dispatcher(BANK).look_for_freqs(torch.ones(6), PACK, 6) is False
+    assert made.look_for_freqs(torch.ones(6), PACK, 6) is True
+    assert not made.due.due  # kinds with a table are none any more
+    batch = entered(made, PACK, 6, mask=MASK)
+    assert batch.key.by_token is True
+    assert not any(map(batch.take_freqs, (None, (), torch.ones(5, 2), torch.ones(()), MASK.expand(6, 6).T)))
+    freqs = torch.rand(6, 2), torch.rand(6, 3)
+    assert batch.take_freqs(freqs) and batch.take_mask(MASK, torch.empty(6))
+    given = [PACK.cu_seqlens_q, *freqs, MASK]
+    assert all(map(torch.equal, batch.sources, given)) and len(batch.sources) == len(given)
+    assert [each.shape for each in made.freqs or ()] == [(0, 2), (0, 3)]
+    assert not batch.take_freqs(freqs[0])
+    assert not isinstance(enter(made, pack_of(PackShape(6, 2, 6)), 6), EagerReason)
+
+
 def test_every_value_of_a_key_makes_another_one() -> None:
     key = VariantKey(None, PackForm(False, False, None), grad=True)
     others = {
@@ -382,6 +406,7 @@ def test_every_value_of_a_key_makes_another_one() -> None:
         "state": 1,
         "has_mask": True,
         "cp_size": 2,
+        "by_token": True,
     }
     made = [key.replace(**{name: value}) for name, value in others.items()]
     assert len({key, *made}) == len(made) + 1

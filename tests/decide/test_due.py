@@ -145,5 +145,6 @@ def test_kinds_and_families_are_keys_without_some_values() -> None:
     assert len({key, key.replace(), key.kind, key.family}) == 3
     assert repr(key.kind) == (
         "VariantKey(capacity=None, form=PackForm(has_padded=False, is_aliased=False, pad_between_seqs=None, "
-        "has_seq_idx=False), grad=True, state=3, has_mask=False, cp_size=1)"
+        "has_seq_idx=False), grad=True, state=3, has_mask=False, cp_size=1, "
+        "by_token=False)"
     )

@@ -90,6 +90,10 @@ class Micro:
             start += rows
         return tokens, labels, mask, positions
 
+    def position_ids(self) -> Tensor:
+        """What the model is given as these."""
+        return self.row_lists()[3][None]
+
     def padding_mask(self) -> Tensor | None:
         """One row in four, bool [1, physical], wherever it lies; the tail is masked no more than the rest."""
         if self.mask_seed is None:
@@ -127,11 +131,11 @@ def _loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def forward(model: Any, micro: Micro, device: torch.device) -> tuple[Tensor, Any]:
     """Calls the model on a micro-batch. Returns the losses and what reduces them."""
-    tokens, labels, mask, positions = (t.to(device) for t in micro.row_lists())
+    tokens, labels, mask = (t.to(device) for t in micro.row_lists()[:3])
     padding = micro.padding_mask()
     losses = model(
         input_ids=tokens[None],
-        position_ids=positions[None],
+        position_ids=micro.position_ids().to(device),
         attention_mask=None,
         labels=labels[None],
         packed_seq_params=micro.params(device),

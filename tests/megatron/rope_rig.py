@@ -36,6 +36,22 @@ class Declared(Micro):
         return params
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pictures(Micro):
+    """A pack whose tokens have a time, a height and a width, none of which begins at 0."""
+
+    def position_ids(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(1, 50, (3, 1, self.physical), generator=generator)
+
+
+# Of a model: multimodal RoPE.
+MROPE: dict[str, Any] = {
+    "arguments": lambda _config: {"position_embedding_type": "mrope"},
+    "config": {"mrope_section": [2, 3, 3]},
+}
+
+
 def canonical(lengths: Sequence[int], *, capacity: Capacity = CAPACITY, **further: Any) -> Declared:
     """A pack of 64 tokens that is canonical already: the capacity's rows, offsets and longest document."""
     assert sum(lengths) == capacity.tokens

@@ -17,6 +17,7 @@ from mla_rig import KINDS, MlaTrainer
 from moe_rig import ATTENTION, BIASED, PERMUTATION, ROUTERS, WAYS, ExpertTrainer, recompute
 from moe_rig import GROUPED_EXPERTS as GROUPED
 from moe_rig import PADDED_EXPERTS as PADDED
+from rope_rig import MROPE, Pictures
 from test_prediction import HAS_DETACHED, hybrid_prediction, prediction
 
 from megagraph.demo.trainer import Trainer
@@ -72,6 +73,8 @@ for normalization, is_centered in itertools.product(("LayerNorm", "RMSNorm"), (F
     norms = {"normalization": normalization, "layernorm_zero_centered_gamma": is_centered}
     norms |= {"persist_layer_norm": True, "qk_layernorm": True}
     add(TABLE, f"{normalization}, {is_centered=}", Row(plain, norms))
+for scopes, masks in (((), False), (("attn",), True)):
+    add(TABLE, "frequencies of each token", Row(plain, MROPE, scopes, masks=masks, packs=Pictures))
 for kind in KINDS:
     add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, packs=Documented))
     given = {"kind": kind, "pattern": "+-+-"}

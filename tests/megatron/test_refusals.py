@@ -101,11 +101,13 @@ def test_a_module_that_says_it_is_quantized_is_refused_by_name(trainer: Trainer,
     assert rig.refused(trainer.chunk, trainer.model) == f"quantization ({where}) is not supported yet"
 
 
-def test_fsdp_and_multimodal_rope_are_refused_by_name(trainer: Trainer) -> None:
+def test_fsdp_and_multimodal_rope_over_ranks_are_refused_by_name(trainer: Trainer) -> None:
     ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
     assert rig.refused(trainer.chunk, ddp) == "Megatron-FSDP is not supported yet"
     trainer.chunk.position_embedding_type = "mrope"
-    assert "multimodal RoPE" in rig.refused(trainer.chunk)
+    assert refusal_of(trainer.chunk, None) is None
+    trainer.chunk.config.context_parallel_size = 2
+    assert "multimodal RoPE with context parallelism" in rig.refused(trainer.chunk)
 
 
 def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_type(

@@ -7,19 +7,38 @@ begin anew in each document.
 """
 
 import dataclasses
+import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel, host_pair, only
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import CAPACITY, HYBRID_PATTERN, LAYERS, ON_GPU, HybridTrainer, Install, Micro, plain, step
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron_rig import (
+    CAPACITY,
+    HYBRID_PATTERN,
+    LAYERS,
+    ON_GPU,
+    HybridTrainer,
+    Install,
+    Micro,
+    Pair,
+    plain,
+    step,
+)
 from moe_rig import ExpertTrainer
 from rope_rig import (
     MODES,
+    MROPE,
     SHAPES,
     Declared,
+    Pictures,
     assert_close_losses,
     canonical_steps,
     hand_out_frequencies,
@@ -161,8 +180,6 @@ def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Install) ->
 
 def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of ours stands for it, so its model is refused, by name."""
-    from megatron.core.models.common.embeddings import rope_utils
-
     original = rope_utils._apply_rotary_pos_emb_thd
     calls: list[int] = []
 
@@ -183,17 +200,20 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
 # -- frequencies of each token -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("pack", "max_seqlen"), [("canonical", 64), ("as they come", 32)])
-def test_frequencies_of_each_token_have_the_bits_of_an_unpatched_run(pack: str, max_seqlen: int) -> None:
+def test_frequencies_of_each_token_replay() -> None:
     """Bug: they were taken for a table of positions in each document."""
-    capacity = CAPACITY.replace(max_seqlen=max_seqlen)
-    steps = canonical_steps(HALF, COUNT)
-    if pack != "canonical":
-        steps = [
-            [Micro(lengths=(9, 20 + index), seed=index), Micro(lengths=(15, 8, 3 + index))]
-            for index in range(COUNT)
-        ]
-    runs = three_modes(steps, capacities=(capacity,), prepare=hand_out_frequencies)
+    steps: list[list[Micro]] = [
+        [Micro(lengths=(9, 20 + index), seed=index), Micro(lengths=(15, 8, 3 + index))] for index in range(4)
+    ]
+    given = {"prepare": lambda it: hand_out_frequencies(scatter(it))}
+    off, eager, graphed = (run(mode, steps, given=given) for mode in MODES)
+    assert_same_bits(eager, graphed)
+    assert_close_losses(off, graphed)  # padding changes roundings
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS} and graphed.report["failures"] == []
+
+
+def test_frequencies_that_may_be_a_table_of_the_longest_document_run_as_they_were_given() -> None:
+    runs = three_modes(canonical_steps(HALF, COUNT), prepare=hand_out_frequencies)
     assert runs["eager"].report["eager"] == {"DISABLED": COUNT * 2 * LAYERS}
     assert runs["graph"].report["eager"] == {
         "WARMING_UP": 2 * LAYERS,
@@ -201,12 +221,156 @@ def test_frequencies_of_each_token_have_the_bits_of_an_unpatched_run(pack: str, 
     }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Full(Pictures, Declared):
+    """As canonical packs are."""
+
+
+def test_multimodal_rope_has_the_bits_of_an_unpatched_run() -> None:
+    steps: list[list[Micro]] = [
+        [Full(lengths=lengths, seed=place, max_seqlen=64, num_seqs=5) for place, lengths in enumerate(pair)]
+        for pair in itertools.pairwise(SHAPES)
+    ]
+    report = three_modes(steps, **MROPE)["graph"].report
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["failures"] == []
+
+
+def _pair(**given: Any) -> Pair:
+    pair = Pair(**given)
+    pair.step(*PICTURES, times=2)
+    return pair
+
+
+def _handing(pair: Pair, change: Callable[[Any], Any]) -> None:
+    """From now on the layers of both are handed other frequencies."""
+
+    def hand(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**given, "rotary_pos_emb": change(given["rotary_pos_emb"])}
+
+    for trainer in pair.both:
+        trainer.chunk.decoder.register_forward_pre_hook(hand, with_kwargs=True)
+
+
+PICTURES = [Pictures(lengths=(9, 20)), Pictures(lengths=(3, 30, 8), seed=1, tail=5)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda freqs: freqs.double(),
+        lambda freqs: freqs[..., :8].contiguous(),
+        lambda freqs: freqs.expand(-1, 1, 2, -1),
+        lambda freqs: freqs.clone().requires_grad_(),
+        lambda freqs: (freqs, freqs),
+        lambda freqs: None,
+    ],
+    ids=["another dtype", "fewer angles", "not contiguous", "with a gradient", "a pair", "none"],
+)
+def test_frequencies_that_differ_from_those_of_the_capture_run_as_they_were_given(
+    change: Callable[[Any], Any],
+) -> None:
+    pair = _pair(**MROPE)
+    before = pair.report()["replays"]
+    _handing(pair, change)
+    for _ in range(2):
+        pair.step(*(dataclasses.replace(micro, tail=0) for micro in PICTURES))
+    report = pair.report()
+    assert report["replays"] == before > 0 and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 2 * 2 * LAYERS}
+
+
+def test_a_pair_of_frequencies_is_staged_as_one() -> None:
+    """Of queries and of keys."""
+    pair = Pair(**MROPE)
+    _handing(pair, lambda freqs: (freqs, freqs * 0.5))
+    report = pair.train([[dataclasses.replace(PICTURES[0], seed=seed)] for seed in range(4)])
+    assert report["eager"] == {"WARMING_UP": LAYERS} and report["replays"] == 3 * LAYERS
+
+
+def test_frequencies_past_the_pack_never_reach_a_result() -> None:
+    """Those of rows past the last offset may be anything, in graphs and in eager."""
+    pair = _pair(**MROPE)
+    left = pair.step(PICTURES[1], update=False)
+    end = sum(PICTURES[1].lengths)
+
+    def spoil(freqs: Any) -> Tensor:
+        spoiled: Tensor = freqs.clone()
+        spoiled[end:] = float("nan")
+        return spoiled
+
+    _handing(pair, spoil)
+    assert_same_bits(left, pair.step(PICTURES[1], update=False))
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+# -- a host's RoPE for them, as mcore-bridge has it ------------------------------------------------
+
+SCALING = 1.25
+
+
+def _apply_to_tokens(
+    original: Any, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **further: Any
+) -> Any:
+    if freqs.shape[0] != t.shape[0]:
+        return original(t, cu_seqlens, freqs, *args, **further)
+    further.pop("cp_group")
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, *args, **further).squeeze(1)
+
+
+class ScalingLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+    """Scales rotated rows while it runs, as YaRN asks for."""
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        plain = rope_utils._apply_rotary_pos_emb_bshd
+        scaling = functools.partial(_scaled, plain)
+        with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", scaling):
+            return super().forward(*args, **given)
+
+
+def _scaled(plain: Any, *args: Any, **given: Any) -> Tensor:
+    out: Tensor = plain(*args, **{**given, "mscale": SCALING})
+    return out
+
+
+def _scale(model: Any) -> None:
+    for layer in model.decoder.layers:
+        layer.__class__ = ScalingLayer
+
+
+@pytest.fixture
+def swifts_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = functools.partial(_apply_to_tokens, rope_utils._apply_rotary_pos_emb_thd)
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", replaced)
+
+
+@pytest.mark.usefixtures("swifts_rope")
+@pytest.mark.parametrize("block", [None, OwnBlock])
+def test_a_hosts_rope_runs_in_the_graphs_of_frequencies_of_each_token(block: type | None) -> None:
+    given = {"model_class": PerTokenModel, "block_class": block, "prepare": _scale}
+    runs = three_modes(canonical_steps(HALF, COUNT), HostTrainer, **given)
+    # The first step shows where the model is entered, the second one warms up.
+    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * 2 * LAYERS}
+    report = host_pair(times=4, **given).report()
+    assert only(report, "WARMING_UP") and report["failures"] == []
+    assert report["verification"]["unverified"] == 0
+
+
+@pytest.mark.usefixtures("swifts_rope")
+@pytest.mark.parametrize("block", [None, OwnBlock])
+def test_a_hosts_rope_is_refused_if_its_model_hands_out_tables(block: type | None) -> None:
+    pair = host_pair(OwnModel, block, times=3)
+    report = pair.report()
+    assert report["replays"] == 0 and {*report["eager"]} == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
+    (failure,) = report["failures"]
+    assert "in place of Megatron's RoPE is not supported yet" in failure
+
+
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 @on_ranks(2, tensor_parallel=2)
-def test_ranks_that_share_rows_do_not_pad_packs_with_frequencies_of_each_token() -> None:
-    """They would be padded where the model is entered, before anybody knows whose tables its layers get."""
+def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> None:
+    """Where the model is entered, positions too, as soon as a pack has shown what its layers are handed."""
     steps: list[list[Micro]] = [
         [
             Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
@@ -214,15 +378,12 @@ def test_ranks_that_share_rows_do_not_pad_packs_with_frequencies_of_each_token()
         ]
         for index in range(5)
     ]
-    runs = three_modes(steps, prepare=lambda it: hand_out_frequencies(scatter(it)), **SHARED_ROWS)
-    eager, graphed = runs["eager"].report, runs["graph"].report
-    assert eager["eager"] == {
-        "WARMING_UP": LAYERS,
-        "SIGNATURE_CHANGED": 6 * LAYERS,
-        "DISABLED": 3 * LAYERS,
-    }
-    assert graphed["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 8 * LAYERS}
-    assert graphed["replays"] == 0 and graphed["failures"] == []
+    given = {"prepare": lambda it: hand_out_frequencies(scatter(it)), **SHARED_ROWS}
+    off, eager, graphed = (run(mode, steps, given=given) for mode in MODES)
+    assert_same_bits(eager, graphed)
+    assert_close_losses(off, graphed)  # padding changes roundings
+    assert eager.report["eager"] == {"WARMING_UP": LAYERS, "DISABLED": 9 * LAYERS}
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS} and graphed.report["failures"] == []
 
 
 @on_ranks(2, tensor_parallel=2)

@@ -72,11 +72,11 @@ def config(**changes: bool) -> Any:
     return SimpleNamespace(**(fields | changes))
 
 
-def canonical(*ends: int) -> Tensor:
+def canonical(*ends: int, by_token: bool = False) -> Tensor:
     """Offsets of a canonical pack."""
     offsets = torch.tensor(ends, dtype=torch.int32)
     names = [f"cu_seqlens_{of}{kind}" for of in ("q", "kv") for kind in ("", "_padded")]
-    mark_canonical(SimpleNamespace(**dict.fromkeys(names, offsets)))
+    mark_canonical(SimpleNamespace(**dict.fromkeys(names, offsets)), by_token=by_token)
     return offsets
 
 
@@ -139,6 +139,32 @@ def test_any_other_pack_is_megatrons_own_business(given: Tensor | None, fused: b
     assert megatrons.calls == [{"cu_seqlens": given, "mscale": SCALE, "cp_group": group}]
     assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
     assert out[ENDS[-1] :].isnan().all()  # as Megatron left it
+
+
+def test_a_hosts_function_gets_the_pack_if_each_token_has_its_frequencies() -> None:
+    megatrons, group = Megatrons(newer=False), Rank(1, 0)
+    t, freqs, _ = operands()
+    offsets = canonical(*ENDS, by_token=True)
+    t.requires_grad_()
+    out = wrap_rope(megatrons.function)(t, freqs, config(), offsets, SCALE, group)
+    assert megatrons.calls == [{"cu_seqlens": offsets, "mscale": SCALE, "cp_group": group}]
+    (grad,) = torch.autograd.grad(out, t, torch.ones_like(out))
+    for found, wanted in ((out, 2 * t), (grad, 2 * torch.ones_like(t))):
+        assert torch.equal(found[: ENDS[-1]], wanted[: ENDS[-1]]) and not found[ENDS[-1] :].any()
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("changes", [{}, {"rotary_interleaved": True}, MLA])
+def test_megatrons_own_function_gives_each_token_its_frequencies(changes: dict[str, bool]) -> None:
+    """Of a pack that ends with its rows it asks the host for the offsets, to do just that."""
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    t, freqs, _ = operands()
+    end, given = ENDS[-1], (config(**changes), SCALE, Rank(1, 0))
+    plain = torch.tensor(ENDS, dtype=torch.int32)
+    wanted = apply_rotary_pos_emb(t[:end], freqs[:end], given[0], plain, *given[1:])
+    found = wrap_rope(apply_rotary_pos_emb)(t, freqs, given[0], canonical(*ENDS, by_token=True), *given[1:])
+    assert torch.equal(found[:end], wanted) and not found[end:].any()
 
 
 def test_a_rank_rotates_its_share_of_a_pack_by_positions_in_the_whole() -> None:

@@ -243,11 +243,12 @@ class Captures:
 
         def arguments(*offsets: Any) -> Mapping[str, Any]:
             params = packs.make(params_type, *offsets)
-            _C.mark_canonical(params)
+            _C.mark_canonical(params, by_token=key.by_token)
             constants = self.arguments.of(key, params, hidden)
             return {"attention_mask": None, "packed_seq_params": params, **constants}
 
-        return variant_spec(key, model, hidden, packs, self.valid_tokens, arguments, context)
+        freqs = self._dispatcher.freqs if key.by_token else None
+        return variant_spec(key, model, hidden, freqs, packs, self.valid_tokens, arguments, context)
 
     # -- what graphs rely on ----------------------------------------------------------------------
 

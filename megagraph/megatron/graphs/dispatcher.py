@@ -39,12 +39,6 @@ __all__ = ["Dispatcher", "MicroBatch", "as_pack"]
 _PATIENCE = 20  # steps that this rank waits for another one until it says so
 
 
-def _bounded(capacity: Capacity, cp_size: int) -> Capacity:
-    """With documents that are no longer than a pack of fewer ranks than some others have."""
-    longest = min(capacity.max_seqlen, capacity.tokens * cp_size)
-    return capacity.replace(max_seqlen=longest)
-
-
 class Dispatcher(_C.Dispatcher):
     """csrc/python/dispatcher.h, Note [Dispatch], and the capacities among which it picks.
 
@@ -70,6 +64,8 @@ class Dispatcher(_C.Dispatcher):
             masks_tail=masks_tail,
             pads_at_entry=pads_at_entry,
             is_own_table=tables.include,
+            is_by_token=tables.is_by_token,
+            may_be_by_token=not model_config.apply_rope_fusion and context.sizes == (1,),
             cuts_tables=tables.are_cut,
             is_eager=config.mode == "eager",
             cp_size=context.size,
@@ -87,8 +83,11 @@ class Dispatcher(_C.Dispatcher):
                     f"max_seqlen: expected at most the {each.tokens * largest} tokens of a pack, got "
                     f"{each.max_seqlen}"
                 )
-        known = {
-            size: tuple(_bounded(each, size) for each in config.all_capacities(size))
+        known = {  # no document is longer than a pack, of fewer ranks than some others have
+            size: tuple(
+                each.replace(max_seqlen=min(each.max_seqlen, each.tokens * size))
+                for each in config.all_capacities(size)
+            )
             for size in context.sizes
         }
         self._take(known if any(known.values()) else {})

@@ -86,6 +86,7 @@ class Entries:
         model, block: their doors.
         are_megatrons: the plugin acts in Megatron's forwards.
         are_settled: whether it is known where to act; until then micro-batches run as they were given.
+        awaited: what keeps the model eager, unless a call shows frequencies of each token; else empty.
     """
 
     model: Doors
@@ -94,6 +95,7 @@ class Entries:
     are_settled: bool
 
     def __init__(self, model: nn.Module) -> None:
+        self.awaited = ""
         self.find_doors(model)
 
     def find_doors(self, model: nn.Module) -> None:
@@ -155,7 +157,7 @@ class Entries:
             for each in doors:
                 if not each.is_own:
                     self._tell(f"{each.called} is entered in place of {each.own}")
-        self.are_settled = is_known or bool(failure)
+        self.are_settled = bool(failure) or (is_known and not self.awaited)
         for sentence in self._news:
             log.info(sentence)
         self._news.clear()

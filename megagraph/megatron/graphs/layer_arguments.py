@@ -11,6 +11,9 @@ is as long as the pack: then positions go on from document to document. Such pac
 Megatron's rule. A canonical pack has another length and another `max_seqlen`, and may have a table as long as
 itself, so its offsets are marked, by which RoPE inside a layer knows it. Whoever runs the layer (a capture,
 an eager micro-batch, a recompute in the backward), the offsets are these.
+
+Frequencies with a row for each token say so themselves: as many rows as the pack has tokens, and not as its
+longest document. They are padded and staged like hidden states, and the mark says so, too.
 """
 
 import contextlib
@@ -24,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megagraph._C import MicroBatch
+from megagraph.decide.dispatch import VariantKey
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
 
@@ -31,7 +36,7 @@ __all__ = ["Constants", "LayerArguments", "MlaTables", "layer_constants"]
 
 
 class Constants(dict[str, Any]):
-    """Arguments that a variant's graphs were captured with, by name. None is left out."""
+    """Arguments that a variant's graphs were captured with, or that are staged, by name. None is left out."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
@@ -67,12 +72,8 @@ def _writes_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-class LayerArguments(dict[Hashable, Constants]):
-    """What the layers of each variant are called with, and which rotary tables are the model's own.
-
-    What a host hands to layers in place of a table, frequencies of each token for one, has rows for the pack
-    as it was given.
-    """
+class LayerArguments(dict[VariantKey, Constants]):
+    """What the layers of each variant are called with, and which rotary tables are the model's own."""
 
     def __init__(self, model: nn.Module, entries: Entries) -> None:
         super().__init__()
@@ -83,16 +84,25 @@ class LayerArguments(dict[Hashable, Constants]):
         has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
         # They say where positions begin; with fused RoPE these begin anew in documents.
         self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
+        # Multimodal RoPE's frequencies have a row for each token.
+        self.is_by_token = getattr(model, "position_embedding_type", None) == "mrope"
         # Whether the layers were handed the model's own table when that was last asked; None before.
         self.are_own: bool | None = None
-        self._own_tables: dict[int, tuple[Tensor, int]] = {}  # by rows, and how often they were written
+        self._own_tables: dict[int, Constants] = {}  # by rows
 
-    def of(self, key: Hashable, params: Any, hidden_states: Tensor) -> Constants:
+    def of(self, key: VariantKey, params: Any, hidden_states: Tensor) -> Constants:
         """Those of a variant; found with a canonical pack of it, and hidden states on the meta device."""
         # The first ones stay: graphs of former numeric settings read them.
         if key not in self:
-            self[key] = Constants(self._make(params, hidden_states))
+            self[key] = Constants({} if key.by_token else self._make(params, hidden_states))
         return self[key]
+
+    def take(self, batch: MicroBatch, table: Any) -> bool:
+        """Has frequencies of its tokens staged, if a micro-batch's are; False if it does not take them."""
+        is_taken = batch.take_freqs(table)
+        if is_taken and batch.key.by_token and batch.key in self:
+            self[batch.key]["rotary_pos_emb"] = table
+        return is_taken
 
     def _make(self, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
         model, doors = self._model(), self._entries.model
@@ -105,18 +115,13 @@ class LayerArguments(dict[Hashable, Constants]):
         Waits for the device if the table was not known and has the shape of the model's own.
         """
         rows: int = params.max_seqlen_q
-        self.are_own = table is None
-        if rows in self._own_tables:
-            known, writes = self._own_tables[rows]
-            self.are_own = self.are_own or (table is known and _writes_of(known) == writes)
+        known = self._own_tables.get(rows)
+        self.are_own = table is None or (known is not None and known.is_equal("rotary_pos_emb", table))
         if not self.are_own:
-            try:
-                own = self._make(params, hidden_states).get("rotary_pos_emb")
-            except Exception:  # a host's model that makes its tables of more than a pack's length
-                own = None
-            self.are_own = isinstance(own, Tensor) and _are_equal(own, table)
-            if self.are_own:
-                self._own_tables[rows] = table, _writes_of(table)
+            # A host's model may make its tables of more than a pack's length.
+            with contextlib.suppress(Exception):
+                own = self._own_tables[rows] = Constants(self._make(params, hidden_states))
+                self.are_own = own.is_equal("rotary_pos_emb", table)
         return self.are_own
 
 
@@ -153,10 +158,6 @@ def layer_constants(
 class _Handed(Exception):
     """Carries what a model hands to its decoder out of the model's forward."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.arguments = arguments
-
 
 class _HandsBack:
     """Stands for a decoder, and raises what it is called with."""
@@ -192,7 +193,7 @@ def _handed_to_decoder(
     try:
         forward(**{**given, "decoder_input": hidden_states, "packed_seq_params": params})
     except _Handed as handed:
-        return {name: value for name, value in handed.arguments.items() if name != "packed_seq_params"}
+        return {name: value for name, value in handed.args[0].items() if name != "packed_seq_params"}
     finally:
         del model.__dict__["decoder"]
     raise AssertionError("the model's forward did not call its decoder")

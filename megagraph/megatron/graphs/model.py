@@ -86,7 +86,14 @@ class GraphedModel:
         self._last_counters: dict[str, int] = {}  # in the log
 
     def _refuse(self, refusal: Refusal | None) -> None:
-        """Keeps the whole model eager, and says so in the log and in the report."""
+        """Keeps the whole model eager, and says so in the log and in the report.
+
+        Forwards of a host may hand frequencies of each token to its RoPE, which a call shows.
+        """
+        may_be_by_token = self.dispatcher.is_by_token or not self.entries.are_megatrons
+        if refusal is not None and refusal.unless_by_token and may_be_by_token:
+            self.entries.awaited = "" if self.dispatcher.is_by_token else refusal.sentence
+            refusal = None
         self.refusal = refusal
         if refusal is not None:
             self.context.refuse(refusal.sentence)
@@ -120,10 +127,20 @@ class GraphedModel:
             return EagerReason.WARMING_UP
         return None if self._arguments.are_own else EagerReason.SIGNATURE_CHANGED
 
-    def look_at_table(self, table: Any, params: Any, hidden_states: Tensor) -> None:
-        """Of a micro-batch that runs as given: notes whose rotary table it is, as far as that matters."""
-        if self.tensor.shards_sequence and params is not None:
+    def look_at_table(self, table: Any, params: Any, hidden_states: Tensor | None) -> None:
+        """Notes whose rotary table layers are handed, and if it shows that it has a row for each token."""
+        if self.unlearned is not None and not self.unlearned.take_freqs(table):
+            self.unlearned = None
+        if params is None or hidden_states is None:
+            return
+        if self.tensor.shards_sequence:
             self._arguments.include(table, params, hidden_states)
+        tokens, awaited = self.tensor.num_tokens(hidden_states), self.entries.awaited
+        is_by_token = self.dispatcher.look_for_freqs(table, params, tokens)
+        if is_by_token:
+            self.entries.awaited = ""
+        elif awaited and is_by_token is False:
+            self.entries.fail(awaited)
 
     def has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
@@ -164,7 +181,8 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        if self.entries.are_megatrons and not batch.take_mask(mask, hidden_states):
+        is_mask_taken = not self.entries.are_megatrons or batch.take_mask(mask, hidden_states)
+        if not (is_mask_taken and self._arguments.take(batch, table)):
             self.run_as_given(batch, table, hidden_states)
             return None
         if self.dispatcher.begin(batch):
@@ -180,8 +198,9 @@ class GraphedModel:
         is_new = batch.key.kind not in self._due.captured or batch.reason is EagerReason.NUMERICS_CHANGED
         if is_new and not has_other_rows:
             self.verifier.keep(batch, hidden_states)
-        if not batch.is_own(table, hidden_states):
+        if not (batch.key.by_token or batch.is_own(table, hidden_states)):
             batch.run_as_given(is_own_table=False)
+            self.look_at_table(table, batch.constant_params(), hidden_states)
         self.dispatcher.count_eager(batch.reason)
         return None
 

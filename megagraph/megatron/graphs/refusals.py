@@ -29,6 +29,7 @@ class Refusal:
 
     reason: EagerReason
     sentence: str
+    unless_by_token: bool = False  # not if rotary frequencies have a row for each token
 
     def __str__(self) -> str:
         return f"stays eager ({self.reason.name}): {self.sentence}"
@@ -123,8 +124,17 @@ def refusal_of(
     if what is not None:
         return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{what} is not supported yet")
     block: Any = model.decoder
-    broken = broken_rule(model.config, scopes, list(block.layers))
-    return None if broken is None else Refusal(reason=broken[0], sentence=broken[1])
+    config: Any = model.config
+    broken = broken_rule(config, scopes, list(block.layers))
+    if broken is not None:
+        return Refusal(reason=broken[0], sentence=broken[1])
+    rope = replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
+    if rope is None:
+        return None
+    what = f"{rope} in place of Megatron's RoPE is not supported yet"
+    return Refusal(
+        reason=EagerReason.SCOPE_UNSUPPORTED, sentence=what, unless_by_token=not config.apply_rope_fusion
+    )
 
 
 def _set(what: str, config: Any, attribute: str) -> str:
@@ -147,11 +157,9 @@ def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
         yield f"{_set('hybrid context parallelism', config, 'hybrid_context_parallel')} without cp_sizes"
     if getattr(getattr(ddp, "ddp_config", None), "use_megatron_fsdp", False):
         yield "Megatron-FSDP"
-    if getattr(model, "position_embedding_type", None) == "mrope":
-        yield _set("multimodal RoPE", model, "position_embedding_type")
-    replaced = replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
-    if replaced is not None:
-        yield f"{replaced} in place of Megatron's RoPE"
+    has_ranks = config.context_parallel_size > 1 or bool(options.cp_sizes)
+    if has_ranks and getattr(model, "position_embedding_type", None) == "mrope":
+        yield _set("multimodal RoPE with context parallelism", model, "position_embedding_type")
     prediction = getattr(model, "mtp", None)
     if prediction is not None and config.sequence_parallel:
         # Its losses are means over rows, of which the canonical pack has more.

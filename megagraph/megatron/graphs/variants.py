@@ -3,8 +3,9 @@
 
 Captures nothing.
 
-`seq_idx`, the document of each row, and a padding mask are two more buffers of metadata, of which layers get
-views. Rows past the pack have the number after the capacity's last document, and are masked.
+`seq_idx`, the document of each row, a padding mask, and rotary frequencies with a row for each token are more
+buffers of metadata, of which layers get views. Rows past the pack have the number after the capacity's last
+document, are masked, and are not rotated.
 
 If context-parallel ranks share a pack, its offsets are those of the whole pack on each of them. A capacity's
 tokens are a rank's own, its longest document is one of all of them together, and canonical offsets end where
@@ -26,7 +27,7 @@ from megagraph.megatron.parallel.model_parallel import has_experts
 
 __all__ = ["variant_spec"]
 
-_MASK, _SEQ_IDX = "padding_mask", "seq_idx"  # as layers and packs call them
+_MASK, _SEQ_IDX, _FREQS = "padding_mask", "seq_idx", "rotary_pos_emb"  # as layers and packs call them
 _ROWS = "rows"  # offsets of this rank's rows
 
 
@@ -46,6 +47,7 @@ def variant_spec(
     key: VariantKey,
     model: Any,
     hidden: Tensor,
+    freqs: Tensor | tuple[Tensor, ...] | None,
     packs: _C.CanonicalPacks,
     valid_tokens: Tensor,
     block_arguments: Callable[[Tensor, Tensor | None, Tensor | None], Mapping[str, Any]],
@@ -54,16 +56,18 @@ def variant_spec(
     """Describes one variant of a model's block, for hidden states [T, 1, H] like those on the meta device.
 
     `block_arguments` makes a canonical pack of its offsets, padded offsets and documents of rows, and gives
-    what the layers are called with. `valid_tokens`, int64 [1], counts those of replayed packs.
+    what the layers are called with. `valid_tokens`, int64 [1], counts those of replayed packs. `freqs` are
+    like frequencies of each token, without rows.
     """
     capacity, form, cp_size = key.capacity, key.form, key.cp_size
     assert capacity is not None
     added = packs.added_offsets()
     physical = int(form.has_padded)
     example = _example_offsets(capacity, cp_size, valid_tokens.device)
-    # Of what a micro-batch hands over, the offsets of this rank's rows, and a mask behind everything else.
+    # Of what a micro-batch hands over, the offsets of this rank's rows, and behind them frequencies and mask.
     of_rows = physical if cp_size == 1 else physical + form.has_seq_idx + 1
-    of_mask = physical + form.has_seq_idx + (1 if cp_size == 1 else 2)
+    of_freqs = physical + form.has_seq_idx + (1 if cp_size == 1 else 2)
+    rotary = [freqs] if isinstance(freqs, Tensor) else [*(freqs or ())]
     metadata = {
         name: _offsets_spec(example, physical if name == "padded" else 0, -1 if end is None else end)
         for name, end in added.items()
@@ -86,7 +90,13 @@ def variant_spec(
         metadata[_MASK] = _C.MetadataSpec(
             kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
             example=torch.zeros(rows, dtype=torch.bool, device=example.device),
-            source=of_mask if key.has_mask else -1,
+            source=of_freqs + len(rotary) if key.has_mask else -1,
+        )
+    for index, like in enumerate(rotary):  # of all ranks' rows, too
+        metadata[f"{_FREQS}.{index}"] = _C.MetadataSpec(
+            kind=_C.SegmentKind.COPY,
+            example=like.new_zeros(capacity.tokens, *like.shape[1:]),
+            source=of_freqs + index,
         )
     if form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
         documents = torch.zeros(capacity.tokens, dtype=torch.int32, device=example.device)
@@ -96,6 +106,9 @@ def variant_spec(
         own = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
         index = own[_SEQ_IDX].view(1, capacity.tokens) if form.has_seq_idx else None
         given = block_arguments(own["actual"], own.get("padded"), index)
+        if rotary:
+            staged = tuple(own[f"{_FREQS}.{index}"] for index in range(len(rotary)))
+            given = {**given, _FREQS: staged if isinstance(freqs, tuple) else staged[0]}
         return {**given, _MASK: own[_MASK].view(1, rows)} if has_mask else given
 
     mode = "training" if model.decoder.training else "evaluation"

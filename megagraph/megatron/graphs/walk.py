@@ -29,13 +29,6 @@ __all__ = ["LayerLoop", "LayersOneByOne"]
 BeforeSite = Callable[[int], None] | None
 
 
-def _canonical(batch: MicroBatch) -> dict[str, Any]:
-    """What a layer that runs eager is given of the pack."""
-    given = {"attention_mask": None, "packed_seq_params": batch.canonical_params()}
-    mask = batch.canonical_mask()
-    return given if mask is None else {**given, "padding_mask": mask}
-
-
 def _walk(
     steps: Sequence[LayerStep],
     loop: "LayerLoop | None",
@@ -62,7 +55,7 @@ def _walk(
             if out is NotImplemented:
                 if not is_padded:
                     hidden_states = batch.pad(hidden_states)
-                out = step.run_eager(hidden_states, {**arguments, **_canonical(batch)})
+                out = step.run_eager(hidden_states, {**arguments, **batch.layer_arguments()})
             hidden_states, is_padded = out, True
         result: Tensor = hidden_states
         return result
@@ -123,7 +116,7 @@ class LayerLoop:
             self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
             if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
                 batch.run_as_given(is_own_table=False)
-            hidden_states, given = batch.pad(hidden_states), {**arguments, **_canonical(batch)}
+            hidden_states, given = batch.pad(hidden_states), {**arguments, **batch.layer_arguments()}
             for layer in self._plan.layers():
                 hidden_states = without_history(run_layer(layer, hidden_states, given))
             return hidden_states, None

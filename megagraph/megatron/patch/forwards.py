@@ -190,7 +190,9 @@ class ForwardWrappers:
                 decided = batch if isinstance(batch, EagerReason) else None
                 reason = graphs.entries.block_bypassed(decided)
                 _args, given = by_name(doors.names, args, kwargs)
-                graphs.count_as_given(reason, given.get("hidden_states"))
+                entered = given.get("hidden_states")
+                graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
+                graphs.count_as_given(reason, entered)
             return out
 
         return call
@@ -217,21 +219,19 @@ class ForwardWrappers:
                     kwargs["packed_seq_params"] = batch.params
                     return original(block, hidden_states, attention_mask, *args, **kwargs)
             if isinstance(batch, EagerReason):
-                graphs.count_as_given(batch, entered)
                 graphs.look_at_table(table, get("packed_seq_params"), entered)
+                graphs.count_as_given(batch, entered)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             loop = graphs.begin(batch, entered, table, mask)
             if loop is None:
-                kwargs["packed_seq_params"] = batch.canonical_params()
-                if (mask := batch.canonical_mask()) is not None:
-                    kwargs["padding_mask"] = mask
-                rows = batch.pad(entered)
+                rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
+                no_mask = given.pop("attention_mask")
                 if is_first:
                     hidden_states = rows
                 else:
                     block.input_tensor = rows
                 try:
-                    out = original(block, hidden_states, None, *args, **kwargs)
+                    out = original(block, hidden_states, no_mask, *args, **given)
                 finally:
                     if not is_first:
                         block.input_tensor = entered
@@ -288,6 +288,8 @@ def _has_expected(
 ) -> bool:
     """Whether an overridden model hands to its block what the variant's layers are captured with."""
     constants = graphs.captures.arguments.get(batch.key)
+    if not graphs.captures.arguments.take(batch, kwargs.get("rotary_pos_emb")):
+        return False
     further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 
@@ -314,7 +316,7 @@ def _enter(
         is_inner = not getattr(model, "pre_process", True) or not getattr(model, "post_process", True)
         if is_inner or is_foreign or (processor is not None and batch.tokens % graphs.tensor.size):
             return EagerReason.SIGNATURE_CHANGED
-        reason = graphs.reason_against_rows()
+        reason = None if batch.key.by_token else graphs.reason_against_rows()
         if reason is not None and not batch.as_given(reason):
             return reason
     passed = None

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megagraph._C import is_canonical
-from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam
+from megagraph._C import is_by_token, is_canonical
+from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam, is_megatrons_rope
 from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
 
@@ -101,10 +101,15 @@ def wrap_rope(original: _Function) -> _Function:
         if cu_seqlens is None or not is_canonical(cu_seqlens) or not further <= {_INTERLEAVED}:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
-        if config.apply_rope_fusion:
-            # The fused kernel leaves rows past the last offset as it finds them, there and back.
+        if config.apply_rope_fusion or is_by_token(cu_seqlens):
+            # Rows past the last offset stay as the fused kernel finds them, there and back.
             end = _end_of_rows(cu_seqlens, cp_size)
-            rotated = original(_without_gradient_tail(t, end), freqs, config, cu_seqlens, mscale, cp_group)
+            rows = _without_gradient_tail(t, end)
+            if not config.apply_rope_fusion and is_megatrons_rope(original):
+                # Which reads offsets on the host, to give each of as many rows its own.
+                rotated = original(rows[:, None], freqs, config, None, mscale, cp_group, **rest).squeeze(1)
+            else:
+                rotated = original(rows, freqs, config, cu_seqlens, mscale, cp_group, **rest)
             return _without_tail(rotated, end)
         return tables.rotate(
             t,
