@@ -86,16 +86,21 @@ std::set<int64_t> States::forget_oldest(std::set<int64_t> keep) {
   return gone;
 }
 
-void States::rename(uint64_t fingerprint) {
+void States::add_name(uint64_t fingerprint) {
   const auto group = std::find_if(groups_.begin(), groups_.end(),
                                   [&](const Group& each) { return each.number == current_; });
-  const int64_t number = group->ranks.at(rank_);
-  for (auto own = own_.begin(); own != own_.end();) {
-    own = own->second == number ? own_.erase(own) : std::next(own);
-  }
-  own_[{fingerprint, settings_}] = number;
+  own_[{fingerprint, settings_}] = group->ranks.at(rank_);
   fingerprint_ = fingerprint;
   last_ = {fingerprint, current_};
+}
+
+void States::rename(uint64_t fingerprint) {
+  add_name(fingerprint);
+  const Own name{fingerprint, settings_};
+  const int64_t number = own_.at(name);
+  for (auto own = own_.begin(); own != own_.end();) {
+    own = own->second == number && own->first != name ? own_.erase(own) : std::next(own);
+  }
 }
 
 int64_t States::of_call(uint64_t fingerprint) {

@@ -43,6 +43,8 @@ class States {
   // and returns the numbers that nobody will be told of again. Those in `keep` have to be found
   // again.
   std::set<int64_t> forget_oldest(std::set<int64_t> keep);
+  // The present state has one more fingerprint: values have settled.
+  void add_name(uint64_t fingerprint);
   // The present state has another fingerprint from now on, since other modules count. What had the
   // one before may differ in these.
   void rename(uint64_t fingerprint);

@@ -53,6 +53,7 @@ void bind_dispatch(py::module_& m) {
       .def("is_met", &States::is_met, py::arg("fingerprint"), py::arg("settings"))
       .def("has_many", &States::has_many)
       .def("forget_oldest", &States::forget_oldest, py::arg("keep"))
+      .def("add_name", &States::add_name, py::arg("fingerprint"))
       .def("rename", &States::rename, py::arg("fingerprint"))
       .def("of_call", &States::of_call, py::arg("fingerprint"))
       .def("under", &States::under, py::arg("settings"))

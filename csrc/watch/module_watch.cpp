@@ -88,7 +88,6 @@ void ModuleWatch::expect_hooks() {
 void ModuleWatch::expect_memory(bool grad) {
   look();
   expected_.addresses = now_.addresses;
-  expected_.trainable = now_.trainable;
   if (grad) expected_.gradients = now_.gradients;
   watches_gradients_ = watches_gradients_ || grad;
   state_ = state_of_now();
@@ -111,9 +110,7 @@ std::optional<EagerReason> ModuleWatch::difference(const OfHooks& of_hooks) {
   if (now_.addresses != expected_.addresses || has_other_state()) {
     return EagerReason::kAddressMoved;
   }
-  if (now_.trainable != expected_.trainable || now_.modules != expected_.modules) {
-    return EagerReason::kParametersChanged;
-  }
+  if (now_.modules != expected_.modules) return EagerReason::kParametersChanged;
   if (now_.hooks != expected_.hooks) {
     if (const auto reason = of_hooks()) return reason;
     expect_hooks();
@@ -130,7 +127,7 @@ bool ModuleWatch::has_memory(bool grad) {
 
 void ModuleWatch::look() {
   read();
-  Hash addresses, gradients, trainable, hooks(hook_keys_);
+  Hash addresses, gradients, hooks(hook_keys_);
   bool have_memory = true, have_grads_memory = true, have_other_grads = false;
   for (const Parameter& parameter : parameters_) {
     const at::Tensor& tensor = tensor_of(parameter.tensor);
@@ -140,27 +137,23 @@ void ModuleWatch::look() {
     if (!parameter.is_read) continue;
     have_memory = mix_address(addresses, tensor) && have_memory;
     // Another object over the same memory would never get the gradient that graphs hand out.
-    trainable.mix(tensor.requires_grad() ? tensor.unsafeGetTensorImpl() : nullptr);
+    addresses.mix(tensor.unsafeGetTensorImpl());
     if (!has_main_grad) continue;
     const at::Tensor& gradient = tensor_of(parameter.main_grad);
     have_grads_memory = mix_address(gradients, gradient) && have_grads_memory;
   }
-  for (PyObject* buffer : buffers_) {
-    mix_address(addresses, tensor_of(buffer));
-    trainable.mix(tensor_of(buffer).requires_grad() ? 1 : 2);
-  }
+  for (PyObject* buffer : buffers_) mix_address(addresses, tensor_of(buffer));
   have_parameters_memory_ = have_memory;
   have_gradients_memory_ = have_grads_memory;
   have_other_grads_ = have_other_grads;
   now_.addresses = addresses.value();
   now_.gradients = gradients.value();
-  now_.trainable = trainable.value();
   now_.hooks = hooks.value();
 }
 
 void ModuleWatch::read() {
   const uint64_t events = dict_events();
-  if (kCanTellDictEvents && seen_ == events) return;
+  if (kCanTellDictEvents && seen_ == events && have_their_attributes()) return;
   seen_.reset();  // until everything was read
   if (read_modules() != submodules_) {
     find_modules();
@@ -182,6 +175,12 @@ void ModuleWatch::find_modules() {
   now_.modules = hash.value();
 }
 
+bool ModuleWatch::have_their_attributes() const {
+  return std::all_of(modules_.begin(), modules_.end(), [](const Module& module) {
+    return has_attributes(module.reference.ptr(), module.attributes);
+  });
+}
+
 // Returns a hash of which submodules there are, and of which modules.
 size_t ModuleWatch::read_modules() {
   static const py::str& table = interned("_modules");
@@ -189,16 +188,18 @@ size_t ModuleWatch::read_modules() {
   buffers_.clear();
   computed_.clear();
   Hash submodules, hooks;
-  for (const auto& [reference, is_read] : modules_) {
-    const py::object module = referent(reference.ptr());
+  for (Module& known : modules_) {
+    const py::object module = referent(known.reference.ptr());
     submodules.mix(module.ptr());
+    known.attributes = nullptr;
     if (!module) continue;
     const py::object attributes = attributes_of(module.ptr());
+    known.attributes = attributes.ptr();
     watch_dict(attributes.ptr());
     for_each_entry(entry(attributes.ptr(), table),
                    [&](PyObject*, PyObject* child) { submodules.mix(child); });
     for (const py::str& name : hook_tables()) mix_hooks(hooks, entry(attributes.ptr(), name));
-    read_tensors(attributes.ptr(), is_read);
+    read_tensors(attributes.ptr(), known.is_read);
   }
   for (PyObject* hooks_of_all : global_hook_tables()) mix_hooks(hooks, hooks_of_all);
   hook_keys_ = hooks.value();

@@ -2,11 +2,10 @@
 // Says what has changed of the modules that captures rely on.
 //
 // Note [Module watch]
-// Parameters may move, be replaced or frozen, submodules come and go, hooks be registered. To look
-// for each of these in Python is a walk over everything, before every step. The watch is one call,
-// and a hash of each tells which of them differs:
-// - the addresses of the parameters and buffers that graphs read;
-// - which of these require a gradient, and are the very objects that did;
+// Parameters may move or be replaced, submodules come and go, hooks be registered. To look for each
+// of these in Python is a walk over everything, before every step. The watch is one call, and a
+// hash of each tells which of them differs:
+// - the addresses of the parameters and buffers that graphs read, and of the parameters themselves;
 // - the addresses of the parameters' main_grad;
 // - which modules there are, in which order;
 // - the keys of their hooks and of those on all modules, and how many hooks each of their
@@ -80,6 +79,7 @@ class ModuleWatch {
   struct Module {
     pybind11::object reference;  // weak
     bool is_read;
+    const PyObject* attributes = nullptr;  // its dictionary when it was read
   };
   struct Parameter {
     PyObject* tensor;
@@ -87,7 +87,7 @@ class ModuleWatch {
     bool is_read;
   };
   struct Hashes {
-    size_t addresses = 0, gradients = 0, trainable = 0, modules = 0, hooks = 0;
+    size_t addresses = 0, gradients = 0, modules = 0, hooks = 0;
   };
   // Holds the tensors, so that nobody else gets their memory while graphs may write there.
   struct State {
@@ -101,6 +101,7 @@ class ModuleWatch {
   void read_tensors(PyObject* attributes, bool is_read);
   void read_parameter(PyObject* parameter, bool is_read);
   void find_modules();
+  bool have_their_attributes() const;
   State state_of_now() const;
   bool has_other_state() const;
 

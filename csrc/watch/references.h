@@ -42,4 +42,11 @@ inline pybind11::object attributes_of(PyObject* object) {
   return attributes;
 }
 
+// Whether what a weak reference refers to is there and has this dictionary: it may be given another
+// one, of which neither dictionary tells.
+inline bool has_attributes(PyObject* reference, const PyObject* dict) {
+  const pybind11::object object = referent(reference);
+  return object && attributes_of(object.ptr()).ptr() == dict;
+}
+
 }  // namespace megagraph

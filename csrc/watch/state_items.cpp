@@ -21,6 +21,12 @@ const auto& global_tables() {
   return names;
 }
 
+const auto& tensor_tables() {
+  static const auto& names =
+      *new std::array<py::str, 2>{interned("_parameters"), interned("_buffers")};
+  return names;
+}
+
 PyObject* dict_or_null(PyObject* found) {
   return found != nullptr && PyDict_Check(found) ? found : nullptr;
 }
@@ -174,7 +180,22 @@ std::vector<PyObject*> tables_of_module(PyObject* attributes) {
   std::vector<PyObject*> tables;
   for (const py::str& name : hook_tables()) tables.push_back(entry(attributes, name));
   tables.push_back(entry(attributes, submodules()));
+  for (const py::str& name : tensor_tables()) tables.push_back(entry(attributes, name));
   return tables;
+}
+
+StateTensors tensors_of_module(PyObject* attributes) {
+  StateTensors tensors;
+  if (attributes == nullptr) return tensors;
+  for (const py::str& table : tensor_tables()) {
+    PyObject* const found = dict_or_null(entry(attributes, table));
+    PyObject *name = nullptr, *tensor = nullptr;
+    Py_ssize_t place = 0;
+    while (found != nullptr && PyDict_Next(found, &place, &name, &tensor)) {
+      if (is_tensor(tensor)) tensors.push_back({name, tensor, spread(PyObject_Hash(name))});
+    }
+  }
+  return tensors;
 }
 
 std::vector<PyObject*> global_hook_tables() {

@@ -23,6 +23,13 @@ struct StateItem {
 
 using StateItems = std::vector<StateItem>;
 
+struct StateTensor {
+  PyObject *name, *tensor;  // borrowed
+  size_t hash;              // of the name
+};
+
+using StateTensors = std::vector<StateTensor>;
+
 struct StateRules {
   const pybind11::set& skipped;              // names of attributes
   const pybind11::object& is_expected_hook;  // whether somebody answers for a hook
@@ -38,6 +45,8 @@ StateItems items_of_global_hooks(const StateRules& rules);
 
 // What the items depend on beside the owner's own dictionary. Borrowed.
 std::vector<PyObject*> tables_of_module(PyObject* attributes);
+// Its parameters and buffers; none without attributes.
+StateTensors tensors_of_module(PyObject* attributes);
 // The attributes of a module that hold its hooks; megagraph/bank/sites.py reads the same.
 const std::array<pybind11::str, 4>& hook_tables();
 std::vector<PyObject*> global_hook_tables();

@@ -12,6 +12,7 @@
 #include "csrc/watch/serials.h"
 #include "csrc/watch/state_items.h"
 #include "csrc/watch/values.h"
+#include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;
 
@@ -31,13 +32,15 @@ struct StateWatch::Owner {
   // Of its dictionaries, the own one first: each is there as long as those before it do not change.
   std::vector<std::pair<PyObject*, uint64_t>> versions;
   const PyTypeObject* type = nullptr;
+  PyObject* attributes = nullptr;  // of a module or configuration the own one
   // Of a class: Python gives it another one whenever it, or one above it, changes.
   unsigned int tag = 0;
-  bool is_class_new = false;
   bool computes_mode = false;  // a scripted module's `training` is in no dictionary
   size_t hash = 0, containers = 0;
   // Borrowed from the owner's dictionary: there as long as that one does not change.
   StateItems mutables, configurations;
+  // Likewise.
+  StateTensors tensors;
 
   StateItems items(const StateRules& rules) const {
     if (kind == Kind::kAllModules) return items_of_global_hooks(rules);
@@ -49,21 +52,17 @@ struct StateWatch::Owner {
   }
 
   bool is_current() const {
-    if (*has_changed || computes_mode || !has_its_tag()) return false;
-    if (kCanTellDictEvents) return true;
-    if (kind == Kind::kModule || kind == Kind::kConfiguration) {
-      const py::object object = referent(reference.ptr());
-      if (!object || attributes_of(object.ptr()).ptr() != versions[0].first) return false;
-    }
+    if (*has_changed || computes_mode || !has_its_tag() || !has_its_dict()) return false;
     return std::all_of(versions.begin(), versions.end(),
                        [](const auto& known) { return dict_version(known.first) == known.second; });
   }
 
   void read(const StateRules& rules) {
-    *has_changed = is_class_new = false;
+    *has_changed = false;
     watch_dicts();
     mutables.clear();
     configurations.clear();
+    tensors = kind == Kind::kModule ? tensors_of_module(attributes) : StateTensors();
     hash = containers = 0;
     for (const StateItem& item : items(rules)) {
       for (PyObject* dict : item.dicts) {
@@ -76,10 +75,24 @@ struct StateWatch::Owner {
     }
   }
 
-  // An object may be given another class, which is written in no dictionary.
-  void look_at_class() {
+  // It may be given another class or dictionary, which is written in no dictionary.
+  bool is_same_object() const {
     const py::object object = reference ? referent(reference.ptr()) : py::object();
-    if (object && Py_TYPE(object.ptr()) != type) *has_changed = is_class_new = true;
+    return !object || (Py_TYPE(object.ptr()) == type && has_its_dict());
+  }
+
+  bool has_its_dict() const {
+    const bool has_one = kind == Kind::kModule || kind == Kind::kConfiguration;
+    return !has_one || has_attributes(reference.ptr(), attributes);
+  }
+
+  // Which of its tensors are trained; no dictionary tells.
+  size_t trained() const {
+    size_t sum = 0;
+    for (const StateTensor& each : tensors) {
+      if (tensor_of(each.tensor).requires_grad()) sum += each.hash;
+    }
+    return sum;
   }
 
   // Nothing else tells that a class has changed.
@@ -100,6 +113,7 @@ struct StateWatch::Owner {
  private:
   void watch_dicts() {
     versions.clear();
+    attributes = nullptr;
     if (kind == Kind::kAllModules) {
       for (PyObject* table : global_hook_tables()) watch_one(table);
       return;
@@ -115,11 +129,11 @@ struct StateWatch::Owner {
     }
     static const py::str& training = interned("training");
     type = Py_TYPE(object.ptr());
-    const py::object attributes = attributes_of(object.ptr());
-    watch_one(attributes.ptr());
+    attributes = attributes_of(object.ptr()).ptr();  // which the object holds
+    watch_one(attributes);
     if (kind != Kind::kModule) return;
-    computes_mode = entry(attributes.ptr(), training) == nullptr;
-    for (PyObject* table : tables_of_module(attributes.ptr())) watch_one(table);
+    computes_mode = entry(attributes, training) == nullptr;
+    for (PyObject* table : tables_of_module(attributes)) watch_one(table);
   }
 
   void watch_one(PyObject* dict) {
@@ -165,11 +179,12 @@ StateWatch::StateWatch(py::list modules, py::object block, const py::iterable& l
 StateWatch::~StateWatch() = default;
 
 size_t StateWatch::now(bool whole) {
-  if (whole) look_at_classes();
+  if (whole) look_at_objects();
   refresh();
   if (whole) read_containers();
   Hash hash(hash_);
   hash.mix(list_of_layers());
+  for (const auto& owner : owners_) hash.mix(owner->trained());
   if (!keys_.empty()) hash.mix(of_keys());
   return hash.value();
 }
@@ -190,10 +205,13 @@ uint64_t StateWatch::list_of_layers() const {
   return list == nullptr ? 0 : serial_of(list);
 }
 
-void StateWatch::look_at_classes() {
-  for (const auto& owner : owners_) {
-    owner->look_at_class();
-    is_read_ = is_read_ && !owner->is_class_new;
+void StateWatch::look_at_objects() {
+  for (const auto* owners : {&owners_, &configurations_}) {
+    for (const auto& owner : *owners) {
+      if (owner->is_same_object()) continue;
+      *owner->has_changed = true;
+      is_read_ = false;
+    }
   }
 }
 
@@ -312,6 +330,10 @@ py::list StateWatch::items() {
   };
   for (size_t i = 0; i < owners_.size(); ++i) {
     for (const StateItem& item : owners_[i]->items(rules)) append(i, "", item);
+    for (const StateTensor& each : owners_[i]->tensors) {
+      PyObject* flag = tensor_of(each.tensor).requires_grad() ? Py_True : Py_False;
+      append(i, "requires_grad of ", {each.name, flag, ValueHasher()(flag)});
+    }
   }
   for (const auto* owners : {&configurations_, &classes_}) {
     for (const auto& owner : *owners) {

@@ -9,17 +9,19 @@
 //   those that the caller answers for;
 // - of the configurations that modules hold in attributes every attribute;
 // - of each class of a module, and of the classes above it, the methods and plain values;
+// - which parameters and buffers of each module require a gradient;
 // - which list of layers their block has;
 // - the hooks on all modules;
 // - what functions of the caller return.
-// Attributes that are left out by name are no part of it. What torch keeps in attributes of its
-// own, parameters and buffers among it, is compared elsewhere (module_watch.h).
+// Attributes that are left out by name are no part of it. What else torch keeps in attributes of
+// its own, parameters and buffers among it, is compared elsewhere (module_watch.h).
 //
 // Nearly all of this stands in dictionaries, and one is read again only where it has changed
-// (dict_events.h), or its class has. So most calls compare and read nothing. The content of lists
-// and sets in attributes, and whatever lies inside of these, changes without a word, and so do an
-// object's class, fields in slots and a scalar on the host: they are read again where the whole
-// state is asked for.
+// (dict_events.h), or its class has. So most calls compare, and read no more than what requires a
+// gradient. The content of lists and sets in attributes, and whatever lies inside of these, changes
+// without a word, and so do an object's class and its dictionary for another one, configurations in
+// values, fields in slots and a scalar on the host: they are read again where the whole state is
+// asked for.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -59,7 +61,7 @@ class StateWatch {
   class Followed;
   using Owners = std::vector<std::unique_ptr<Owner>>;
 
-  void look_at_classes();
+  void look_at_objects();
   void refresh();
   bool have_classes_changed() const;
   void follow_classes();

@@ -142,6 +142,7 @@ size_t ValueHasher::operator()(PyObject* value) {
       meet_mutable();
     } else {
       dicts_->push_back(attributes.ptr());
+      has_met_mutable_ = true;  // the object may be given another one
     }
     hash = combined(of_identity(value), of_entries(attributes.ptr()));
   } else if (PyObject* fields = fields_of(value)) {

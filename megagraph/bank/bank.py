@@ -98,7 +98,8 @@ class Bank(_C.GraphBank):
         # What stays eager, and why: sites by index, and variants of which no site could be captured.
         self.eager_sites: dict[int, EagerReason] = {}
         self.eager_variants: dict[Any, EagerReason] = {}
-        # Of each captured site: its parameters with main_grad, as the backward pass reaches them.
+        # Of each captured site: its parameters with main_grad, as the backward pass reaches them when most of
+        # them are trained.
         self.gradient_order: dict[int, Sequence[Tensor]] = {}
         self.failures: list[CaptureError] = []
         self.capture_seconds = 0.0
@@ -220,8 +221,8 @@ class Bank(_C.GraphBank):
                 if self.options.annotate:
                     graph.set_range(f"{self.specs[site].name}, {spec}, slot {slot}")
                 self.set_graph(site, index, slot, graph)
-                if graph.accumulated:
-                    self.gradient_order[site] = graph.accumulated
+                former = self.gradient_order.get(site, ())
+                self.gradient_order[site] = max(graph.accumulated, former, key=len)
         variant.num_graphs = (1 + spec.training) * sum(map(len, by_slot))
         self.variants[spec.key] = index
         self.captured[index] = variant

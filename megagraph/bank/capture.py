@@ -34,7 +34,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.backends import Backend, PassMemories
-from megagraph.bank.restore import leaves_no_trace, main_grad_of
+from megagraph.bank.restore import PlainAttributes, leaves_no_trace, main_grad_of
 from megagraph.bank.rng import (
     HostStreams,
     RngSources,
@@ -233,10 +233,12 @@ class CapturePlan:
 
     def _warm_up_site(self, index: int, x: Tensor) -> list[Tensor]:
         before, host = self._rng.snapshot(), HostStreams()
-        with self._named(index, "warm-up"):
+        attributes = PlainAttributes([*self._sites[index].named_modules()], self._options.left_out)
+        with self._named(index, "warm-up"), contextlib.ExitStack() as undo:
+            undo.callback(attributes.put_back)
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
-                self._leaves_no_trace(index),
+                self._leaves_no_trace(index, keeps_attributes=False),
                 rewinds_of_default_generator(self._backend.device) as rewinds,
                 self._options.guard(),
             ):
@@ -247,25 +249,37 @@ class CapturePlan:
             if rewinds.has_drawn():
                 detail = "draws random numbers from a stream that was set back, as what recomputes does"
                 raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
-            self._compare_draws(index, x, before, host)
-        return [output.detach() for output in outputs]
+            first = [output.detach() for output in outputs]
+            self._compare_next(index, x, before, host, first, attributes.put_back(leaves_values=True))
+            undo.pop_all()
+        return first
 
-    def _compare_draws(self, index: int, x: Tensor, before: Snapshot, host: HostStreams) -> None:
+    def _compare_next(
+        self,
+        index: int,
+        x: Tensor,
+        before: Snapshot,
+        host: HostStreams,
+        first: Sequence[Tensor],
+        changed: str | None,
+    ) -> None:
         """Makes sure that eager draws as often: Megatron may recompute unless it is told of a capture.
 
-        And that the site draws nothing from the host's streams; once another thread may have done so.
+        And that the site draws nothing from the host's streams; once another thread may have done so. Where
+        an attribute has `changed`, that no call goes by its value: Note [Plain attributes] in restore.py.
         """
         after, has_drawn_on_host = self._rng.snapshot(), host.put_back()
-        (draws,) = self._options.max_over_ranks(
-            [int(has_drawn_on_host or self._rng.has_moved(before, after))]
-        )
-        if not draws:
+        is_other = changed is not None or has_drawn_on_host or self._rng.has_moved(before, after)
+        (runs_again,) = self._options.max_over_ranks([int(is_other)])
+        if not runs_again:
             return
         self._rng.restore(before)
         in_capture = self._saves[index]
         with self._leaves_no_trace(index):
-            self._run_once(index, x)
+            outputs = self._run_once(index, x)
         self._saves[index] = in_capture
+        if changed is not None and not all(map(_C.have_same_bits, first, outputs)):
+            raise ValueError(f"{changed}, and the next call made other outputs")
         if self._rng.has_moved(after, self._rng.snapshot()):
             detail = "draws other random numbers in eager than in a capture, as what recomputes does"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
@@ -273,8 +287,9 @@ class CapturePlan:
             detail = "draws from Python's or numpy's generator, which a graph asks only once"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
 
-    def _leaves_no_trace(self, index: int) -> contextlib.AbstractContextManager[None]:
-        return leaves_no_trace([self._sites[index]], work_runs=True, left_out=self._options.left_out)
+    def _leaves_no_trace(self, index: int, **more: bool) -> contextlib.AbstractContextManager[None]:
+        left_out = self._options.left_out
+        return leaves_no_trace([self._sites[index]], work_runs=True, left_out=left_out, **more)
 
     def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:
         site, training = self._sites[index], self._training

@@ -7,11 +7,15 @@ Note [Plain attributes]
 A graph reads and writes the tensor that it was captured with. A module that updates it in place is served
 like one with a buffer. One that binds another tensor to the attribute (a statistic, say) does so once, in
 the capture: from then on the host reads what no replay writes, and each replay reads what the host has
-dropped. So it is with any other value: no replay counts a counter up. A call that leaves another value than
-it found, or one where there was none, is found in its warm-up, and its site stays eager. That costs a site
-that fills a cache in its first call, where a bank captures it before any eager call. Neither Megatron's
-layers nor Transformer Engine's modules change values in their calls, apart from fp8, statistics that are
-refused by name, and flags that the owner of a bank answers for by name.
+dropped. So it is with any other value: no replay counts a counter up. A call that leaves another tensor than
+it found, or one where there was none, is found in its warm-up, and its site stays eager.
+
+Other values may settle: some adapters set a flag of their layer in each call, to what the call itself goes
+by. So a site that leaves another value is called once more. If that one leaves all values, and its outputs
+have the same bits, no call goes by what it finds: graphs are captured with the values that calls leave,
+which stay in the module. Else the site stays eager, and all is put back. Neither Megatron's layers nor
+Transformer Engine's modules change values in each call, apart from fp8, statistics that are refused by name,
+and flags that the owner of a bank answers for by name.
 
 Looked at are attributes, and what lists, tuples, sets and dictionaries in them hold, and nothing deeper.
 """
@@ -105,19 +109,26 @@ def _is_as_before(value: Any, content: Any, now: Any) -> bool:
 
 
 class PlainAttributes:
-    """What the attributes of some modules, by what they are called, hold, to be put back."""
+    """What the attributes of some modules, by what they are called, hold, to be put back.
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    Of those that are left out nothing is said.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], left_out: Collection[str] = ()) -> None:
+        self._left_out = left_out
         # With a copy of the content of those that have some which may change.
         self._before = [
             (where, module, {name: (value, _content(value)) for name, value in _attributes(module).items()})
             for where, module in modules
         ]
 
-    def put_back(self, left_out: Collection[str] = ()) -> str | None:
-        """Gives every attribute what it had; says what has happened to the first one that is not left out."""
+    def put_back(self, *, leaves_values: bool = False) -> str | None:
+        """Gives every attribute what it had; says what has happened to the first one that is not left out.
+
+        `leaves_values`: but for those that are not left out either and hold no tensors.
+        """
         changed = [
-            (where, module, name, was)
+            (where, module, name, was, bool(_tensors(was[0]) or _tensors(vars(module).get(name))))
             for where, module, before in self._before
             for name in {**before, **_attributes(module)}
             for was in [before.get(name, (_MISSING, None))]
@@ -127,13 +138,15 @@ class PlainAttributes:
             f"attribute {name!r} of {type(module).__name__}{f' {where!r}' if where else ''} "
             + (
                 "was bound to another tensor; graphs update tensors in place only"
-                if _tensors(value) or _tensors(vars(module).get(name))
+                if is_tensor
                 else "has another value after a call; graphs change no value"
             )
-            for where, module, name, (value, _) in changed
-            if name not in left_out
+            for where, module, name, _was, is_tensor in changed
+            if name not in self._left_out
         ]
-        for _where, module, name, (value, content) in changed:
+        for _where, module, name, (value, content), is_tensor in changed:
+            if leaves_values and not is_tensor and name not in self._left_out:
+                continue
             if value is _MISSING:
                 del vars(module)[name]
                 continue
@@ -177,15 +190,21 @@ def written_by(site: SiteSpec) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def leaves_no_trace(
-    sites: Sequence[SiteSpec], *, work_runs: bool, left_out: Collection[str] = ()
+    sites: Sequence[SiteSpec],
+    *,
+    work_runs: bool,
+    left_out: Collection[str] = (),
+    keeps_attributes: bool = True,
 ) -> Iterator[None]:
     """Puts back gradients, flags, buffers and attributes of the sites' modules, whatever happens inside.
 
     Where `work_runs`, contents change too. A buffer that is another one afterwards is a `ValueError`, and so
-    is an attribute that has another value and is not left out: Note [Plain attributes].
+    is an attribute that has another value and is not left out: Note [Plain attributes]. The caller may keep
+    attributes instead.
     """
     gradients, state = KeptGradients(sites, work_runs), KeptState(sites if work_runs else ())
-    attributes = PlainAttributes([named for site in sites for named in site.named_modules()])
+    owners = [named for site in sites for named in site.named_modules()]
+    attributes = PlainAttributes(owners if keeps_attributes else (), left_out)
     modules = [module for site in sites for module in site.modules()]
     tables = [(module._buffers, dict(module._buffers)) for module in modules]
     try:
@@ -198,7 +217,7 @@ def leaves_no_trace(
         )
         for table, before in tables:
             table.update(before)
-        changed_attribute = attributes.put_back(left_out)
+        changed_attribute = attributes.put_back()
     if rebound:
         raise ValueError("a buffer was reassigned; graphs update buffers in place only")
     if changed_attribute is not None:

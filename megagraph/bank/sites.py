@@ -387,8 +387,6 @@ def _carries_foreign_hook(
     for name, param in site.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             return f"gradient hook of parameter {name}"
-        if not param.requires_grad:
-            continue
         found, expected = _C.count_accumulator_hooks(param), accumulator_hooks(param)
         if found > expected:
             return f"hook on the gradient accumulator of parameter {name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What graphs rely on and that may change between steps: memory, trainable parameters, modules, their state.
+"""What graphs rely on and that may change between steps: memory, modules, their state.
 
 Looks only; what follows from it is decided elsewhere. State that only its owner knows is what functions
 return that a host has named for modules.
@@ -209,7 +209,7 @@ class LayerWatch(_C.ModuleWatch):
         self.follow_modules()
 
     def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
-        """Why the graphs must not be replayed any more: moved memory, other trainables or modules, hooks.
+        """Why the graphs must not be replayed any more: moved memory, other modules, hooks.
 
         If hooks have changed it asks which layers no graph can replace now: Megatron's own come and go.
         """

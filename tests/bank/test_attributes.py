@@ -89,6 +89,46 @@ def test_a_site_that_binds_another_tensor_or_value_stays_eager(device: str, name
     assert repr(vars(keeps).get(attribute)) == repr(vars(eager).get(attribute))
 
 
+SETTLING: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any]]] = {
+    "a flag": (lambda module, hidden: setattr(module, "flag", True), {"flag": False}),
+    "a new attribute": (lambda module, hidden: setattr(module, "width", hidden.shape[1]), {}),
+    "a cache": (lambda module, hidden: module.cache.setdefault("width", hidden.shape[1]), {"cache": {}}),
+}
+
+
+@pytest.mark.parametrize("name", SETTLING)
+def test_values_that_each_call_sets_to_the_same_stay_as_calls_leave_them(device: str, name: str) -> None:
+    """As adapters set a flag of the layer beside them: such sites stayed eager."""
+    keep, given = SETTLING[name]
+    keeps = Keeps(keep, **copy.deepcopy(given), passed_over=1)
+    pair = Pair(device, [Block(), nn.Sequential(keeps, Block())]).capture()
+    assert not pair.bank.failures
+    for _ in range(3):
+        assert pair.step() is None
+    assert pair.bank.counters()["replays"] == 3 * 2
+    (eager,) = (child for child in pair.eager_layers[1].modules() if isinstance(child, Keeps))
+    assert {**look(keeps), "scale": None} == {**look(eager), "scale": None}
+
+
+def test_a_site_whose_first_call_is_another_one_stays_eager(device: str) -> None:
+    """A value that settles, by which a call goes before it sets it."""
+
+    class First(Keeps):
+        def forward(self, hidden: Tensor) -> Tensor:
+            factor, self.factor = self.factor, 1.0
+            return super().forward(hidden) * factor
+
+    first = First(lambda module, hidden: None, factor=2.0)
+    pair = Pair(device, [Block(), first]).capture()
+    (failure,) = pair.bank.failures
+    assert (failure.index, failure.reason) == (1, EagerReason.CAPTURE_FAILED)
+    assert "attribute 'factor' of First has another value after a call" in failure.detail
+    assert failure.detail.endswith("and the next call made other outputs")
+    assert first.factor == 2.0
+    for _ in range(2):
+        assert pair.step() is None
+
+
 def test_a_layer_that_assigns_a_buffer_anew_stays_eager(device: str) -> None:
     """Its buffer was frozen in the graph, and the capture's own tensor was left in the module."""
     counts = Keeps(lambda module, hidden: setattr(module, "steps", module.steps + 1))
@@ -167,14 +207,12 @@ def test_what_is_put_back_is_the_object_that_was_there() -> None:
 def test_values_that_a_call_leaves_are_put_back_and_named(value: Any) -> None:
     module: Any = Keeps(appends, history=[], largest=None)
     module.count = 5
-    attributes = PlainAttributes([("", module)])
-    module.count = value
-    assert attributes.put_back({"count"}) is None
-    assert module.count == 5 and type(module.count) is int
-    module.count = value
-    assert attributes.put_back() == (
-        "attribute 'count' of Keeps has another value after a call; graphs change no value"
-    )
+    for left_out in ((), ("count",)):
+        attributes = PlainAttributes([("", module)], left_out)
+        module.count = value
+        said = "attribute 'count' of Keeps has another value after a call; graphs change no value"
+        assert attributes.put_back() == (None if left_out else said)
+        assert module.count == 5 and type(module.count) is int
 
 
 def test_an_equal_value_is_no_change() -> None:

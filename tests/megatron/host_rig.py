@@ -194,14 +194,59 @@ class AdaptedLinear(nn.Module):
         return out + x @ self.down.T @ self.up.T, bias
 
 
-def adapt(model: Any, names: Sequence[str] = ("linear_fc1",), first: int = 0) -> None:
+class NormedLinear(nn.Module):
+    """Transformer Engine's way: a linear that hands out what it was given, too, if it is told to."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear, self.return_layernorm_output = linear, False
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the linear."""
+        found: Tensor = self.linear.weight
+        return found
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
+        out, bias = self.linear(x, *args, **kwargs)
+        return ((out, x) if self.return_layernorm_output else out), bias
+
+
+class PeftLinear(AdaptedLinear):
+    """PEFT's way: an adapter that is off is frozen."""
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """As PEFT's method of this name."""
+        self._adapter_enabled = enabled
+        for parameter in (self.down, self.up):
+            parameter.requires_grad_(enabled)
+
+
+class SwiftLinear(PeftLinear):
+    """The same in mcore-bridge: each call tells the linear what to hand out."""
+
+    def __init__(self, linear: Any, rank: int) -> None:
+        super().__init__(NormedLinear(linear), rank)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        self.to_wrap.return_layernorm_output = self._adapter_enabled
+        out, bias = self.to_wrap(x, *args, **kwargs)
+        if not self._adapter_enabled:
+            return out, bias
+        result, x = out
+        return result + x @ self.down.T @ self.up.T, bias
+
+
+def adapt(
+    model: Any, names: Sequence[str] = ("linear_fc1",), first: int = 0, kind: type = AdaptedLinear
+) -> None:
     """Freezes a model and gives linears of its layers, from the `first` one on, an adapter each."""
     torch.manual_seed(5)
     model.requires_grad_(False)
     for layer in model.decoder.layers[first:]:
         for owner in (layer.self_attention, layer.mlp):
             for name in set(names) & {*owner._modules}:
-                setattr(owner, name, AdaptedLinear(getattr(owner, name), rank=4))
+                setattr(owner, name, kind(getattr(owner, name), rank=4))
 
 
 # -- packs -----------------------------------------------------------------------------------------

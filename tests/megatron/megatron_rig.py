@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -242,6 +242,19 @@ def evaluate(trainer: Trainer, micros: Sequence[Micro], *, eager: bool = False) 
             return schedule(trainer.model, micros, len(micros), trainer.device, forward_only=True)
     finally:
         trainer.model.train()
+
+
+@contextmanager
+def unsynchronized(trainer: Trainer) -> Iterator[None]:
+    """No gradient is reduced inside, as a host says it that makes several schedule calls a step."""
+    config = trainer.chunk.config
+    before = config.no_sync_func, config.finalize_model_grads_func
+    config.no_sync_func = config.finalize_model_grads_func = None
+    try:
+        with trainer.model.no_sync():
+            yield
+    finally:
+        config.no_sync_func, config.finalize_model_grads_func = before
 
 
 _SHAPE = {field.name for field in dataclasses.fields(ModelOptions)}

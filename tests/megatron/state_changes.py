@@ -331,7 +331,7 @@ CHANGES: dict[str, Change] = {
     **{name: Change(do=do, reason=None) for name, do in IN_PLACE.items()},
     "frozen parameter": Change(
         do=in_place(lambda it: it.weight.requires_grad_(False), lambda it: it.weight.requires_grad_(), fc2),
-        **{"reason": _OTHERS, "is_eager_back": True, "matters": False},
+        matters=False,
     ),
     "buffer of another shape": Change(do=loads_other_shape, reason=_MOVED),
     "parametrized weight": Change(do=parametrizes, reason=_MOVED, stays_eager=True, lasts=True),

@@ -3,7 +3,8 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import megatron_rig as rig
@@ -16,6 +17,7 @@ from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer
 
 TOO_LARGE = rig.Micro(lengths=(60, 20), seed=3)
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 10_000}
 
 
 def test_evaluation_is_graphed_when_it_comes_again(pair: rig.Pair) -> None:
@@ -61,6 +63,59 @@ def test_frozen_parameters_are_graphed_with_eager_bits(pattern: str) -> None:
     assert frozen and not any(hasattr(pair.graphed.chunk.get_parameter(name), "main_grad") for name in frozen)
     report = pair.report()
     assert report["replays"] == 2 * 2 * rig.LAYERS and report["failures"] == []
+
+
+def _trains(chunk: torch.nn.Module, pattern: str) -> None:
+    for name, param in chunk.named_parameters():
+        param.requires_grad_(re.search(pattern, name) is not None)
+
+
+# What DDP knows, and what is trained in turns.
+SUBSETS = {
+    "others": (".", ("linear_qkv|layernorm|embedding", "linear_fc|linear_proj|embedding")),
+    "all or some": (".", (".", "layers.1")),
+    "nothing of a layer": (".", ("layers.0|output", "layers.1|output", "embedding|output")),
+    "what DDP does not know": ("linear_fc", ("linear_fc", "linear_fc|linear_qkv|layernorm")),
+}
+
+
+@pytest.mark.parametrize("name", SUBSETS)
+def test_each_set_of_trained_parameters_keeps_graphs_of_its_own(name: str, install: rig.Install) -> None:
+    """With a step of the optimizer after each; bits of losses, gradients and weights."""
+    install()
+    known, trained = SUBSETS[name]
+    pair = rig.Pair(prepare=partial(_trains, pattern=known))
+    for index in range(12):
+        for trainer in pair.both:
+            _trains(trainer.chunk, trained[index % len(trained)])
+            trainer.chunk.zero_grad()  # of what neither DDP nor the optimizer knows
+        pair.step(rig.ONE, rig.TWO)
+        if index == len(trained):
+            warm = pair.report()
+    assert_same_bits(*(rig.weights(trainer.chunk) for trainer in pair.both))
+    report = pair.report()
+    assert report["eager"] == warm["eager"] and set(warm["eager"]) <= {"WARMING_UP", "STATE_CHANGED"}
+    assert report["capture_seconds"] > 0 and len(report["states"]) == len(trained)
+    assert report["replays"] - warm["replays"] == (11 - len(trained)) * 2 * rig.LAYERS
+    assert report["failures"] == [] and report["verification"]["unverified"] == 0
+
+
+def test_what_is_frozen_in_a_state_without_training_is_reported_to_ddp_again_afterwards(
+    install: rig.Install,
+) -> None:
+    """The graphs of an evaluation that come later know no gradients."""
+    install()
+    pair = rig.Pair(ddp=OVERLAP)
+    for _ in range(5):
+        pair.step(rig.ONE, rig.TWO)
+        for trainer in pair.both:
+            _trains(trainer.chunk, "embedding")
+        pair.evaluate(rig.ONE)
+        for trainer in pair.both:
+            _trains(trainer.chunk, ".")
+    report = pair.report()
+    assert set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED"} and len(report["states"]) == 2
+    assert report["replays"] >= (3 * 2 + 3) * rig.LAYERS
 
 
 def test_a_list_that_stands_before_the_blocks_own_layers_is_noticed(pair: rig.Pair) -> None:
@@ -119,33 +174,17 @@ def same_settings() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-@contextmanager
-def _unsynchronized(trainer: Trainer) -> Iterator[None]:
-    """No gradient is reduced inside, as a host says it that makes several schedule calls a step."""
-    config = trainer.chunk.config
-    before = config.no_sync_func, config.finalize_model_grads_func
-    config.no_sync_func = config.finalize_model_grads_func = None
-    try:
-        with trainer.model.no_sync():
-            yield
-    finally:
-        config.no_sync_func, config.finalize_model_grads_func = before
-
-
 def _accumulate(trainer: Trainer, calls: list[list[rig.Micro]], *, reduces_once: bool = False) -> rig.Step:
     """Several schedule calls before one optimizer step, with no gradient zeroed in between."""
     trainer.zero_grad()
     losses = []
     for index, micros in enumerate(calls):
         waits = reduces_once and index < len(calls) - 1
-        with _unsynchronized(trainer) if waits else nullcontext():
+        with rig.unsynchronized(trainer) if waits else nullcontext():
             losses += rig.schedule(trainer.model, micros, len(micros), trainer.device)
     left = rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
     trainer.update()
     return left
-
-
-OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 10_000}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +207,26 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
     # The first schedule call is the warm-up; each is a boundary.
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
     assert report["replays"] == (3 * 6 - 2) * rig.LAYERS
+
+
+def test_what_is_frozen_is_not_reported_as_ready(install: rig.Install) -> None:
+    """Megatron raises where a bucket never gets complete, with and without graphs."""
+    install()
+    pair = rig.Pair(ddp=OVERLAP)
+    pair.step(rig.ONE, times=2)
+
+    def accumulate(trainer: Trainer) -> list[torch.Tensor]:
+        with rig.unsynchronized(trainer):
+            return rig.schedule(trainer.model, [rig.ONE], 1, trainer.device)
+
+    for trainer in pair.both:
+        _trains(trainer.chunk, "^(?!.*linear_fc1)")
+    for _ in range(3):
+        assert_same_bits(*pair.each(accumulate))
+    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "STATE_CHANGED": rig.LAYERS}
+    for trainer in pair.both:
+        with pytest.raises(AssertionError, match="has not been issued"):
+            rig.step(trainer, [rig.ONE], eager=trainer is pair.eager)
 
 
 def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(pair: rig.Pair) -> None:

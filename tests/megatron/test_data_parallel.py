@@ -6,8 +6,9 @@ from typing import Any
 
 import parallel_jobs
 import pytest
-from megatron_rig import LAYERS, ONE, TWO, Install, Pair, plain
+from megatron_rig import LAYERS, ONE, TWO, Install, Pair, plain, schedule, unsynchronized
 from parallel_jobs import PACKS
+from same_bits import assert_same_bits
 from worlds import World
 
 from megagraph.demo.trainer import Trainer
@@ -107,6 +108,17 @@ def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eage
     install()
     pair = Pair(layers=4, ddp={**OVERLAP, "bucket_size": bucket_size})
     pair.step(ONE, TWO, times=3)
+
+    def accumulate(trainer: Trainer) -> Any:
+        with unsynchronized(trainer):
+            return schedule(trainer.model, [ONE], 1, trainer.device)
+
+    for is_trained in (False, True):  # graphs that know fewer gradients come later
+        for trainer in pair.both:
+            for layer in trainer.chunk.decoder.layers:
+                layer.mlp.linear_fc2.requires_grad_(is_trained)
+        for _ in range(2):
+            assert_same_bits(*pair.each(accumulate))
     eager, graphed = (_heard(trainer, monkeypatch) for trainer in pair.both)
     pair.step(ONE)
     groups = len(pair.graphed.model.bucket_groups)

@@ -124,15 +124,19 @@ def _another_over_its_memory(owner: Any) -> None:
     owner.norm.weight.main_grad = before.main_grad
 
 
+def _given_others(owner: Any) -> None:
+    KEPT.append(vars(owner.norm))
+    owner.norm.__dict__ = vars(nn.LayerNorm(3))
+
+
+KEPT: list[Any] = []
 DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a parameter replaced": (lambda it: setattr(it.inner, "weight", nn.Parameter(torch.zeros(3, 3))), _MOVED),
-    "a parameter replaced over its memory": (_another_over_its_memory, _OTHERS),
+    "a parameter replaced over its memory": (_another_over_its_memory, _MOVED),
     "a parameter in other memory": (lambda it: _moved(it.inner.weight), _MOVED),
     "a parameter without memory": (lambda it: it.inner.bias.untyped_storage().resize_(0), _MOVED),
     "a parameter more": (lambda it: setattr(it.inner, "more", nn.Parameter(torch.zeros(3))), _MOVED),
     "a parameter less": (lambda it: setattr(it.norm, "bias", None), _MOVED),
-    "a parameter frozen": (lambda it: it.norm.weight.requires_grad_(False), _OTHERS),
-    "a buffer that needs a gradient": (lambda it: it.scale.requires_grad_(), _OTHERS),
     "a gradient replaced": (lambda it: setattr(it.inner.bias, "main_grad", torch.zeros(3)), _MOVED),
     "a gradient in other memory": (lambda it: _moved(it.inner.bias.main_grad), _MOVED),
     "a gradient taken away": (lambda it: delattr(it.norm.bias, "main_grad"), _MOVED),
@@ -148,6 +152,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a hook on a module": (lambda it: it.inner.register_forward_pre_hook(lambda *_: None), _HOOK),
     "a table of hooks": (lambda it: setattr(it.inner, "_forward_hooks", OrderedDict({7: print})), _HOOK),
     "all attributes": (lambda it: setattr(it.norm, "__dict__", vars(nn.LayerNorm(3))), _MOVED),
+    "all attributes, which live on": (_given_others, _MOVED),  # neither dictionary tells of it
 }
 
 
@@ -191,7 +196,7 @@ def test_gradients_without_memory_are_away_and_have_not_moved() -> None:
     for _ in range(2):
         assert watched.look() is None and watched.watch.are_gradients_away
         assert not watched.watch.have_only_gradients_moved
-    owner.norm.weight.requires_grad_(False)
+    owner.add_module("further", nn.Identity())
     assert watched.look() is EagerReason.PARAMETERS_CHANGED and watched.watch.are_gradients_away
     watched.watch.forget_gradients()
     assert not watched.watch.are_gradients_away

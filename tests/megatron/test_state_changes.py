@@ -100,7 +100,13 @@ def test_a_change_between_steps(name: str, layers: str, install: rig.Install) ->
 IN_STEP = (
     *("adapter off", "merged adapter", "tensor", "tensor in place", "configuration of its own"),
     *("Megatron's configuration", "mode of the model", "forward of a layer", "forward of a class"),
-    *("property of a class", "another norm", "a copy of a layer", "another list of layers"),
+    *(
+        "property of a class",
+        "frozen parameter",
+        "another norm",
+        "a copy of a layer",
+        "another list of layers",
+    ),
     *("hook", "hook on all modules"),
 )
 

@@ -156,6 +156,10 @@ def sets(name: str, one: Any, other: Any) -> tuple[Callable[[Any], Any], Callabl
     return lambda it: setattr(it, name, other), lambda it: setattr(it, name, one)
 
 
+def trains(is_trained: bool) -> Callable[[Any], Any]:
+    return lambda it: it.inner.weight.requires_grad_(is_trained)
+
+
 # What changes, what takes it back, and whether it shows without the whole state.
 CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
     "a value": (*sets("scale", 1.0, 2.0), True),
@@ -165,6 +169,13 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
     "two children": (lambda it: swap(it, "one", "other"), lambda it: swap(it, "other", "one"), True),
     # Written in no dictionary.
     "another class": (*sets("__class__", Layer, Lower), False),
+    "another dictionary": (
+        lambda it: setattr(it, "__dict__", {**vars(it), "before": vars(it), "scale": 2.0}),
+        lambda it: setattr(it, "__dict__", it.before),
+        not CAN_TELL,
+    ),
+    "a parameter": (*(trains(False), trains(True)), True),
+    "a buffer": (lambda it: it.offset.requires_grad_(), lambda it: it.offset.requires_grad_(False), True),
     "the mode of a scripted module": (lambda it: it.scripted.eval(), lambda it: it.scripted.train(), True),
     # Of the same name as what is left out.
     "a key of a value": (lambda it: it.table.update(counter=2), lambda it: it.table.update(counter=1), True),
@@ -188,6 +199,7 @@ def test_a_change_is_another_state_and_taken_back_the_same_one(what: str) -> Non
     layer.scripted = torch.jit.script(nn.Linear(3, 3))
     layer.yes, layer.no, layer.one, layer.other = True, False, nn.Identity(), nn.Tanh()
     layer.options, layer.table = SimpleNamespace(scale=1.0, names=["a"]), {"counter": 1}
+    layer.register_buffer("offset", torch.zeros(3))
     watch = watch_of([layer], left_out=["counter"])
     before = watch.now(True)
     layer.counter += 1  # which is left out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import megagraph
+from megagraph.bank.verify import verify
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
@@ -141,6 +142,27 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
     assert any(
         "layer 0 (TransformerLayer) stays eager (VERIFY_FAILED)" in line for line in report["failures"]
     )
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_is_verified_again_waits_for_the_state_of_its_graphs(
+    install: rig.Install, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Bug: graphs of a training were compared with layers that were in evaluation by then."""
+    modes = []
+
+    def verifies(bank: Any, key: Any, example: Any) -> Any:
+        modes.append((key.grad, bank.specs[0].module.training))
+        return verify(bank, key, example)
+
+    monkeypatch.setattr("megagraph.megatron.graphs.verifying.verify", verifies)
+    install(verify=every)
+    pair = rig.Pair()
+    for _ in range(8):
+        pair.step(rig.ONE, rig.TWO)
+        pair.evaluate(rig.ONE)
+    assert {*modes} == {(True, True), (False, False)}
+    assert modes.count((True, True)) > 2 and modes.count((False, False)) > 1
 
 
 GAIN = 1.0

@@ -178,9 +178,12 @@ class Captures:
             return self.verifier.failing(self.bank, keys)
 
     def is_still_right(self) -> bool:
-        """Verifies a variant that is due; drops every graph if that of a layer is wrong."""
-        key, self.verifier.pending = self.verifier.pending, None
-        failing = self._find_failing([key]) if key is not None and key in self.bank.variants else {}
+        """Verifies a variant that is due in this state; drops every graph if that of a layer is wrong."""
+        pending, states = self.verifier.pending, self._dispatcher.states
+        key = pending.pop(states.current, None)
+        if key is None or key not in self.bank.variants:
+            return True
+        failing = self._find_failing([key])
         if self.layers.are_to_join_otherwise(failing):
             self.reset()
         elif failing:

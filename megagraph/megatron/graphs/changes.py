@@ -4,10 +4,9 @@
 Says what may be captured then, too; captures nothing. The ranks that share a model's communicators agree on
 all of it.
 
-Moved parameters and buffers, replaced generators, other trainable parameters and other modules release the
-whole bank, and another one begins, whose counters go on. If main gradients alone have moved, only the
-variants that read them are dropped, and their memory in the pools goes to the next capture. A model that is
-suspended keeps its graphs.
+Moved parameters and buffers, replaced generators and other modules release the whole bank, and another one
+begins, whose counters go on. If main gradients alone have moved, only the variants that read them are
+dropped, and their memory in the pools goes to the next capture. A model that is suspended keeps its graphs.
 
 csrc/decide/states.h numbers the states that the layers are met in. Graphs of several states, and of several
 numeric settings, lie beside each other in one bank; those of states that were not used for the longest time
@@ -307,15 +306,25 @@ class Changes:
             del self._times_dropped[number]
         self._due.forget_states(gone)
 
-    def follow_eager_layers(self) -> None:
-        """After the first capture of a bank: layers that have no graphs are no part of the state any more."""
+    def follow_capture(self, is_first: bool) -> None:
+        """After a capture, by which values may have settled: they are another name of the state of now.
+
+        After the first one of a bank, layers that have no graphs are no part of the state any more.
+        """
         watch, bank = self._captures.watch, self._captures.bank
-        if watch.leave_out(bank.eager_sites):
-            self._states.rename(watch.whole_state())
-            self._items = watch.state_items()
-        self._unguarded = sorted(watch.names_left_out())
-        if self._unguarded:
-            log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
+        are_fewer = is_first and watch.leave_out(bank.eager_sites)
+        if is_first:
+            self._unguarded = sorted(watch.names_left_out())
+            if self._unguarded:
+                log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
+        now = watch.whole_state()
+        if are_fewer:
+            self._states.rename(now)
+        elif not self._states.is_met(now, _C.numeric_settings(self._captures.device)):
+            self._states.add_name(now)
+        else:
+            return
+        self._items = watch.state_items()
 
     def make_room(self) -> None:
         """Before a capture: drops graphs of states that were not used for the longest time, if need be."""

@@ -274,7 +274,7 @@ class GraphedModel:
         changes.has_resumed = False
         if changes.reason is not None:
             return
-        if self.verifier.pending is not None and not self.captures.is_still_right():
+        if not self.captures.is_still_right():
             return
         can_capture = self._rows is not None and bool(self.dispatcher.by_cp_size)
         if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
@@ -294,8 +294,8 @@ class GraphedModel:
         variants = self.dispatcher.variants(kinds)
         params_type: Any = self.dispatcher.params_type or PACKED_SEQ_PARAMS.function()
         self.captures.capture(variants, *self._rows, params_type)
-        if not due.captured:  # nor by a bank whose place this one has just taken
-            self.changes.follow_eager_layers()
+        # Nor has a bank captured any whose place this one has just taken.
+        self.changes.follow_capture(is_first=not due.captured)
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
         self.verifier.forget_except(due.due)
 

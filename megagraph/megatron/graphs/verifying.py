@@ -70,7 +70,7 @@ class Verifier:
         # By a variant's key of no state, with the capacity that was picked if there were any yet.
         self._kept: dict[VariantKey, _Kept] = {}
         self._replayed = 0
-        self.pending: VariantKey | None = None  # due to be verified again
+        self.pending: dict[int, VariantKey] = {}  # due to be verified again, in each state
         self._verified = self._bytes = 0
         self._seconds = 0.0
         self._within_spread: set[str] = set()
@@ -92,7 +92,7 @@ class Verifier:
         self._replayed += 1
         if self._replayed % self.every == 0:
             self._keep(batch, hidden_states)
-            self.pending = batch.key
+            self.pending[batch.key.state] = batch.key
 
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._tensor.shards_sequence else None
@@ -199,7 +199,7 @@ class Verifier:
         """After a capture: lets go of what was kept, but for kinds that are due in another state."""
         families = {kind.family for kind in due}
         self._kept = {key: kept for key, kept in self._kept.items() if key.kind in families}
-        self.pending = None
+        self.pending.clear()
 
     def describe(self, bank: Bank) -> str:
         """How many variants were verified, and what that cost, for the log."""

@@ -58,12 +58,12 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
         return
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
     # Of each site, in the order of the backward pass, parameters and where they are reported. One without a
-    # gradient is reported too, as eager's count would miss it for ever.
+    # gradient is reported too, as eager's count would miss it for ever; but none that is frozen by then.
     reports = [
         [
             (group_of[param], param)
             for param in dict.fromkeys((*bank.gradient_order.get(index, ()), *spec.parameters()))
-            if param.requires_grad and param in group_of
+            if param in group_of
         ]
         for index, spec in enumerate(bank.specs)
     ]
@@ -78,7 +78,8 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
         force_all_reduce = module.force_all_reduce
         for site in range(last, first - 1, -1):
             for group, param in reports[site]:
-                group.register_grad_ready(param, force_all_reduce)
+                if param.requires_grad:
+                    group.register_grad_ready(param, force_all_reduce)
 
     bank.set_listener(wants, done, sorted(set(groups.values())))
 
