@@ -38,6 +38,7 @@ BANK = [
     "capture/capture_edges",
     "capture/main_grad_node",
     "capture/op_trace",
+    "capture/read_trace",
     "capture/side_branch",
     "replay/graph_bank",
     "replay/launch",

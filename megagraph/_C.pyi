@@ -108,6 +108,7 @@ class SiteGraph(metaclass=_pybind11_type):
     @property
     def accumulated(self) -> list[Tensor]: ...
     reads: Sequence[Tensor]
+    borrowed: ReadTrace
     saves_input: bool
     saves_outputs: Sequence[bool]
     def set_range(self, name: str) -> None:
@@ -192,6 +193,9 @@ class GraphBank(metaclass=_pybind11_type):
     def begin(self, variant: int, sources: Sequence[Tensor], look_at_grads: bool) -> EagerReason | None: ...
     def end(self) -> None: ...
     def all_free(self) -> bool: ...
+    def have_borrowed_moved(self) -> bool:
+        """Whether somebody has moved or dropped a tensor that graphs read and no module of theirs has."""
+
     def holders(self) -> str:
         """Who holds slots, in words; empty where every slot is free."""
 
@@ -219,8 +223,26 @@ class AccumulatorSwap(metaclass=_pybind11_type):
     def has_parts(self) -> bool:
         """Whether a target without main_grad got its gradient in more than one delivery."""
 
-def other_leaf(outputs: Sequence[Tensor], input: Tensor) -> Tensor | None:
-    """A leaf behind outputs, but the input, whose accumulator is torch's own; csrc/torch/accumulators.h."""
+class ReadTrace(metaclass=_pybind11_type):
+    """Tensors of nobody's that calls read; csrc/bank/capture/read_trace.h."""
+
+    def __init__(self, device: torch.device) -> None: ...
+    def watching(self, given: Tensor) -> ReadTrace:
+        """Watches the ops of a call that is given a tensor, inside of the context that it returns."""
+
+    def __enter__(self) -> ReadTrace: ...
+    def __exit__(self, *error: object) -> None: ...
+    def trainable(self, known: Sequence[Tensor]) -> Tensor | None:
+        """The first that requires a gradient, among those that the call has read so far, but `known`."""
+
+    def keep(self, known: Sequence[Tensor]) -> None:
+        """After the calls: holds the memory of what was read, lies elsewhere than `known`, and is there."""
+
+    def __len__(self) -> int:
+        """How many tensors are kept."""
+
+    def has_moved(self) -> bool:
+        """Whether some of what is kept was dropped by its owner, or lies elsewhere by now."""
 
 class CaptureEdges(metaclass=_pybind11_type):
     """The static tensors between the sites of a plan; csrc/bank/capture/capture_edges.h."""

@@ -10,6 +10,7 @@
 #include "csrc/bank/capture/cuda_capture.h"
 #include "csrc/bank/capture/main_grad_node.h"
 #include "csrc/bank/capture/op_trace.h"
+#include "csrc/bank/capture/read_trace.h"
 #include "csrc/bank/verify/runs.h"
 #include "csrc/python/bindings.h"
 #include "csrc/torch/graph_pool.h"
@@ -173,13 +174,27 @@ void bind_capture(py::module_& m) {
       .def_property_readonly("has_parts", &AccumulatorSwap::has_parts)
       .def_property_readonly("reached", &AccumulatorSwap::reached)
       .def("take_kept_grads", &AccumulatorSwap::take_kept_grads);
-  m.def(
-      "other_leaf",
-      [](const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
-        const at::Tensor leaf = other_leaf(outputs, input);
-        return leaf.defined() ? std::optional(leaf) : std::nullopt;
-      },
-      py::arg("outputs"), py::arg("input"));
+  py::class_<ReadTrace, std::shared_ptr<ReadTrace>>(m, "ReadTrace")
+      .def(py::init<at::Device>(), py::arg("device"))
+      .def(
+          "watching",
+          [](ReadTrace& trace, const at::Tensor& given) -> ReadTrace& {
+            trace.begin(given);
+            return trace;
+          },
+          py::arg("given"), py::return_value_policy::reference)
+      .def("__enter__", [](const py::object& trace) { return trace; })
+      .def("__exit__", [](ReadTrace& trace, const py::args&) { trace.end(); })
+      .def(
+          "trainable",
+          [](ReadTrace& trace, const std::vector<at::Tensor>& known) {
+            const at::Tensor found = trace.trainable(known);
+            return found.defined() ? std::optional(found) : std::nullopt;
+          },
+          py::arg("known"))
+      .def("keep", &ReadTrace::keep, py::arg("known"))
+      .def("has_moved", &ReadTrace::has_moved)
+      .def("__len__", &ReadTrace::size);
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())
       .def_property_readonly("last_op", &OpTrace::last_op);

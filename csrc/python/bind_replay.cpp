@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/bank/capture/read_trace.h"
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
@@ -123,6 +124,7 @@ void bind_site_graph(py::module_& m) {
   py::class_<SiteGraph, std::shared_ptr<SiteGraph>>(m, "SiteGraph")
       .def_readonly("accumulated", &SiteGraph::accumulated)
       .def_readwrite("reads", &SiteGraph::reads)
+      .def_readwrite("borrowed", &SiteGraph::borrowed)
       .def_readwrite("saves_input", &SiteGraph::saves_input)
       .def_readwrite("saves_outputs", &SiteGraph::saves_outputs)
       .def("set_range", [](SiteGraph& graph, const std::string& name) {
@@ -228,6 +230,7 @@ void bind_graph_bank(py::module_& m) {
       .def("end", &GraphBank::end)
       .def("all_free", &GraphBank::all_free)
       .def("holders", &GraphBank::describe_holders)
+      .def("have_borrowed_moved", &GraphBank::have_borrowed_moved)
       .def(
           "changed_setting",
           [](const GraphBank& bank, int variant) {

@@ -95,7 +95,7 @@ bool Dispatcher::is_unchanged() {
   return options_.ranks == 1 &&
          states_.is_met(watch_->state(true),
                         NumericSettings::current(bank_->device().type()).hash()) &&
-         watch_->is_as_expected();
+         watch_->is_as_expected() && !bank_->have_borrowed_moved();
 }
 
 Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) const {

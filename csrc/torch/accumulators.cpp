@@ -4,8 +4,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <unordered_set>
-
 namespace megagraph {
 
 AccumulatorPtr accumulator_of(const at::Tensor& param) {
@@ -27,26 +25,6 @@ torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor) {
 
 bool is_leaf_edge(const torch::autograd::Edge& edge) {
   return dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get()) != nullptr;
-}
-
-at::Tensor other_leaf(const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
-  std::vector<torch::autograd::Node*> open;
-  std::unordered_set<torch::autograd::Node*> known;
-  const auto reach = [&](const torch::autograd::Edge& edge) {
-    auto* const node = edge.function.get();
-    if (node != nullptr && known.insert(node).second) open.push_back(node);
-  };
-  for (const at::Tensor& output : outputs) {
-    if (output.requires_grad()) reach(gradient_edge_of(output));
-  }
-  while (!open.empty()) {
-    torch::autograd::Node* const node = open.back();
-    open.pop_back();
-    const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node);
-    if (leaf != nullptr && !leaf->variable.is_same(input)) return leaf->variable;
-    for (const torch::autograd::Edge& edge : node->next_edges()) reach(edge);
-  }
-  return {};
 }
 
 bool has_gradient(const torch::autograd::Edge& edge) {

@@ -7,8 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <vector>
-
 #include "csrc/torch/nodes.h"
 
 namespace megagraph {
@@ -26,10 +24,6 @@ torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor);
 
 // Whether the edge leads to a leaf's accumulator of torch's own.
 bool is_leaf_edge(const torch::autograd::Edge& edge);
-
-// A leaf behind these outputs, other than `input`, whose gradient goes to an accumulator of torch's
-// own; undefined if there is none. What a re-entrant checkpoint runs cannot be seen.
-at::Tensor other_leaf(const std::vector<at::Tensor>& outputs, const at::Tensor& input);
 
 // Whether the edge leads to a leaf that holds a gradient, to which another one is added.
 bool has_gradient(const torch::autograd::Edge& edge);

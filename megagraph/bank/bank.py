@@ -147,6 +147,10 @@ class Bank(_C.GraphBank):
             if was_enabled:
                 gc.enable()
             self.backend.settle()
+            self.backend.collect()  # what the warm-up has left is not to be kept
+            for variant in order:
+                for index in self.graphable().keys() & variant.reads.keys():
+                    variant.reads[index].keep(self._reads(self.specs[index], variant, 0))
             self.become(_C.BankState.SEALED)
             self.capture_seconds += time.perf_counter() - start
 
@@ -168,7 +172,8 @@ class Bank(_C.GraphBank):
         return None
 
     def _warm_up(self, variant: CapturedVariant) -> None:
-        variant.saves = self._without_failing(lambda: self._plan(variant, 0).warm_up()) or {}
+        made = self._without_failing(lambda: self._plan(variant, 0).warm_up())
+        variant.saves, variant.reads = made or ({}, {})
 
     def _learn_memory(self, variant: CapturedVariant) -> None:
         """Captures a variant once, and drops it, to see what each pass allocates. Not of a single slot."""
@@ -218,6 +223,8 @@ class Bank(_C.GraphBank):
             for site, graph in graphs.items():
                 graph.saves_input, graph.saves_outputs = variant.saves[site]
                 graph.reads = self._reads(self.specs[site], variant, slot)
+                if slot == 0:  # they are alike
+                    graph.borrowed = variant.reads[site]
                 if self.options.annotate:
                     graph.set_range(f"{self.specs[site].name}, {spec}, slot {slot}")
                 self.set_graph(site, index, slot, graph)

@@ -22,6 +22,7 @@ whoever makes a bank hands over `max_over_ranks`.
 
 import contextlib
 import enum
+import gc
 import pathlib
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
@@ -119,6 +120,14 @@ def swap_of(site: SiteSpec, training: bool) -> _C.AccumulatorSwap:
     return _C.AccumulatorSwap([(param, main_grad_of(param), _already_added(param)) for param in params])
 
 
+def _in_words(tensor: Tensor) -> str:
+    """Whose attribute a tensor is, if any module has it, and what it looks like."""
+    modules = (it for it in gc.get_objects() if issubclass(type(it), nn.Module))
+    named = ((module, *item) for module in modules for item in vars(module).get("_parameters", {}).items())
+    names = [f"{name} of a {type(module).__name__}" for module, name, param in named if param is tensor]
+    return f"{names[0] if names else 'a tensor'} ({tensor.dtype}, {tuple(tensor.shape)})"
+
+
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -169,6 +178,7 @@ class CapturePlan:
         # output that has a gradient.
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
         self._saves: dict[int, Saves] = {}
+        self._reads: dict[int, _C.ReadTrace] = {}
         self.notes: dict[int, _C.PoolNote | None] = {}
         self._trace: _C.OpTrace | None = None
 
@@ -215,8 +225,10 @@ class CapturePlan:
     def _last_op(self) -> str:
         return (self._trace.last_op if self._trace is not None else "") or "none"
 
-    def warm_up(self) -> Mapping[int, Saves]:
-        """Runs every site once, forward and backward, on memory of its own; says what backward passes read.
+    def warm_up(self) -> tuple[Mapping[int, Saves], Mapping[int, _C.ReadTrace]]:
+        """Runs every site once, forward and backward, on memory of its own.
+
+        Says what backward passes read of boundaries, and what each site does that it was not given.
 
         Libraries make their handles and choose their kernels here, where it is allowed. A `CaptureError`
         names the site, the op and the line.
@@ -229,7 +241,7 @@ class CapturePlan:
                 first, *_further = self._warm_up_site(index, x)
                 if index not in self._gaps:
                     x = first
-        return self._saves
+        return self._saves, self._reads
 
     def _warm_up_site(self, index: int, x: Tensor) -> list[Tensor]:
         before, host = self._rng.snapshot(), HostStreams()
@@ -293,14 +305,13 @@ class CapturePlan:
 
     def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:
         site, training = self._sites[index], self._training
-        swap = swap_of(site, training)
-        with swap, torch.set_grad_enabled(training):
-            given = x.detach().requires_grad_(training)
+        swap, given = swap_of(site, training), x.detach().requires_grad_(training)
+        reads = self._reads.setdefault(index, _C.ReadTrace(self._backend.device))
+        with reads.watching(given), swap, torch.set_grad_enabled(training):
             with _saved_places() as saved:
                 outputs = as_tuple(site.call(given, **self._arguments))
             self._saves[index] = _place(given) in saved, [_place(output) in saved for output in outputs]
-            if training and (leaf := _C.other_leaf(outputs, given)) is not None:
-                raise self._reached_elsewhere(index, leaf)
+            self._refuse_borrowed(index)
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
             if training:
@@ -308,6 +319,7 @@ class CapturePlan:
                 torch.autograd.backward(
                     differentiable, [torch.ones_like(output) for output in differentiable]
                 )
+                self._refuse_borrowed(index)
         if swap.has_parts:  # eager has (g + a) + b in .grad, a graph's sum makes it g + (a + b)
             detail = "a parameter without main_grad gets its gradient in parts, which eager adds one by one"
             raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
@@ -318,20 +330,22 @@ class CapturePlan:
                 raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(outputs[0].shape)}")
         return outputs
 
-    def _reached_elsewhere(self, index: int, leaf: Tensor) -> CaptureError:
-        """Of a parameter that no module of a site has, such as one behind a closure or in a list.
+    def _refuse_borrowed(self, index: int) -> None:
+        """Refuses a parameter that no module of a site has, such as one behind a closure or in a list.
 
         Its gradient would be left in the pool. The site that has it, if one does, goes first: eager adds up
         what both give before it is added to what was there.
         """
-        owners = [
-            other for other, site in self._sites.items() if any(leaf is it for _n, it in site.trainable())
-        ]
-        if owners:
-            detail = f"a parameter is used by {self._sites[index].name} too, none of whose modules has it"
-            return self._error(owners[0], EagerReason.SHARED_PARAMETER, detail)
-        detail = f"reaches a parameter, of shape {tuple(leaf.shape)}, that none of its modules has"
-        return self._error(index, EagerReason.SHARED_PARAMETER, detail)
+        own = [param for _name, param in self._sites[index].trainable()]
+        borrowed = self._reads[index].trainable(own) if self._training else None
+        if borrowed is None:
+            return
+        for other, site in self._sites.items():
+            if any(borrowed is param for _name, param in site.trainable()):
+                detail = f"a parameter is used by {self._sites[index].name} too, none of whose modules has it"
+                raise self._error(other, EagerReason.SHARED_PARAMETER, detail)
+        detail = f"reaches {_in_words(borrowed)}, a parameter that none of its modules has"
+        raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
 
     def capture(self, memories: PassMemories | None, pool: int | None = None) -> dict[int, _C.SiteGraph]:
         """Captures as Note [Capture plan] says, after the warm-up, into the slot's pool or another one.

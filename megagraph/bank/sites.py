@@ -251,6 +251,8 @@ class CapturedVariant:
         with spec.context():
             self.given = [_arguments_of(spec, of_slot) for of_slot in self.buffers]
         self.saves: Mapping[int, Saves] = {}  # of each site, by index
+        # Of sites, by index, what they read that nobody has given them.
+        self.reads: Mapping[int, _C.ReadTrace] = {}
         # What each pass allocates, while the variant is captured; None where slots share nothing.
         self.memories: Mapping[Any, Any] | None = None
         self.num_graphs = 0  # forwards and backwards, in every slot

@@ -120,7 +120,6 @@ class Verification:
         # Sites that differ from themselves; their graphs lie within that.
         self.within_spread: set[int] = set()
         self.not_run: dict[int, str] = {}  # sites whose graphs did not take the micro-batch, and why
-        self.num_replays = 0  # of sites
         self.most_bytes = 0  # on the device beside the graphs' own, where that can be told
 
     def run(self) -> None:
@@ -210,7 +209,6 @@ class Verification:
                 self._state.put(index)
                 del out
                 continue
-            self.num_replays += 1
             outputs, transient = as_tuple(out), bank.specs[index].transient
             kept = [it.detach() for it in outputs]
             flight = _Flight(

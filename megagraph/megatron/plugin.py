@@ -75,6 +75,7 @@ class Plugin:
         self.step_graphs: set[GraphedModel] = set()  # of the models whose step it is
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._around: weakref.WeakKeyDictionary[nn.Module, GraphedModel] = weakref.WeakKeyDictionary()
+        self._outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # since a step began
         self._finalizers: list[weakref.finalize[..., nn.Module]] = []
 
     def graphs_of_model(self, model: nn.Module) -> GraphedModel:
@@ -84,7 +85,8 @@ class Plugin:
 
     def graphs_around(self, module: nn.Module) -> GraphedModel | None:
         """The graphs of the model that has a module among its layers, of those that have run; else None."""
-        if module not in self._around:
+        if module not in self._around and module not in self._outside:
+            self._outside.add(module)
             for graphs in self.all_graphs():
                 model = graphs.model()
                 layers = () if model is None else model.get_submodule("decoder").modules()
@@ -109,6 +111,7 @@ class Plugin:
                 self._of_block[key_of(block)] = graphs
                 self._when_gone(block, self._of_block.pop, key_of(block), None)
         self._inside.clear()  # it may have taken another one's place in a wrapper
+        self._outside.clear()
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self.step_graphs.add(graphs)
         return graphs
@@ -133,6 +136,7 @@ class Plugin:
 
         Not when they go: garbage is collected in the middle of anything, a capture or a trace.
         """
+        self._outside.clear()  # models may have other layers by now
         while self.gone:
             graphs = self.gone.pop(0)
             self._retired.append(graphs.report())

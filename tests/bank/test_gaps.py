@@ -217,7 +217,7 @@ def test_sites_are_verified_with_all_their_outputs(device: str, transient: Seque
     hidden = torch.randn(ROWS, WIDTH, device=device)
     before = [layer.metric.clone() for layer in pair.layers]
     verified = verify(pair.bank, "train", Example(hidden=hidden))
-    assert verified.differences == [] and verified.num_replays == 4
+    assert verified.differences == [] and verified.not_run == {} and not pair.bank.failures
     assert all(map(torch.equal, before, [layer.metric for layer in pair.layers]))
 
 

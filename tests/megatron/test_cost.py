@@ -157,3 +157,17 @@ def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(trainer: Trainer, re
             one_call()
         assert_few()
     assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, reason: 3 * LAYERS}
+
+
+def test_a_router_of_no_model_is_looked_for_once_until_models_may_have_changed(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: each call of a router of multi-token prediction walked over all modules of all models."""
+    step(trainer, [MICRO])
+    plugin, router = the_plugin(), torch.nn.Identity()
+    found, looks = plugin.all_graphs(), []
+    monkeypatch.setattr(plugin, "all_graphs", lambda: looks.append(None) or found)
+    assert [plugin.graphs_around(router) for _ in range(3)] == [None] * 3 and len(looks) == 1
+    trainer.chunk.decoder.layers[0].router = router
+    step(trainer, [MICRO])
+    assert plugin.graphs_around(router) is found[0]

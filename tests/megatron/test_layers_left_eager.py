@@ -11,6 +11,7 @@ import pytest
 import torch
 from same_bits import assert_same_bits
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megagraph.demo.trainer import Trainer
 
@@ -43,8 +44,11 @@ def _tied(model: Any, owner: str) -> None:
     model.get_submodule(owner).weight = _mlp(model).linear_fc1.weight
 
 
-def _reaches_adapter(model: Any) -> None:
-    """Bug: in the step of the capture its gradient was garbage, and later it was lost: no module has it."""
+def _reaches_adapter(model: Any, recomputes: bool = False) -> None:
+    """Bug: in the step of the capture its gradient was garbage, and later it was lost: no module has it.
+
+    A re-entrant checkpoint hid it for longer.
+    """
     adapter = model.adapter = nn.Linear(rig.OPTIONS.hidden, rig.OPTIONS.hidden, bias=False)
     nn.init.normal_(adapter.weight, std=0.02, generator=torch.Generator().manual_seed(3))
     mlp = _mlp(model)
@@ -52,6 +56,8 @@ def _reaches_adapter(model: Any) -> None:
 
     def adapted(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, bias = forward(hidden, *args, **kwargs)
+        if recomputes:
+            return out + checkpoint(adapter, hidden, use_reentrant=True, preserve_rng_state=False), bias
         return out + adapter(hidden), bias
 
     mlp.forward = adapted
@@ -69,9 +75,13 @@ CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
         f"a parameter of {owner}": (partial(_tied, owner=owner), "SHARED_PARAMETER", 1, (SHARES,))
         for owner in ("embedding.word_embeddings", "output_layer")
     },
-    "an adapter of the model": (
-        *(_reaches_adapter, "SHARED_PARAMETER", 1, ("that none of its modules has",)),
-    ),
+    **{
+        f"an adapter of the model{', recomputed' * recomputes}": (
+            partial(_reaches_adapter, recomputes=recomputes),
+            *("SHARED_PARAMETER", 1, ("weight of a Linear", "that none of its modules has")),
+        )
+        for recomputes in (False, True)
+    },
     "a capture that fails": (_breaks, "CAPTURE_FAILED", 1, ("an injected failure", __file__)),
 }
 

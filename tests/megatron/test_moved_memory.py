@@ -169,6 +169,29 @@ def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(
     assert report["replays"] == (2 + 6) * rig.LAYERS - moved and len(held) == 2
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_table_that_no_module_has_is_captured_anew_where_another_takes_its_place(in_place: bool) -> None:
+    """Bug: a graph read it by its address, which nobody watched or kept alive."""
+    tables: list[list[Tensor]] = []
+
+    def scaled(model: Any) -> None:
+        held = [torch.linspace(0.5, 1.5, rig.OPTIONS.hidden, device=next(model.parameters()).device)]
+        rig.changes_output(model.decoder.layers[1].mlp, lambda out: out * held[0])
+        tables.append(held)
+
+    pair = rig.Pair(prepare=scaled)
+    pair.step(rig.ONE, rig.TWO, times=3)
+    for held in tables:
+        if in_place:
+            held[0].mul_(1.5)
+        else:
+            held[0] = held[0] * 1.5
+    pair.step(rig.TWO, rig.OTHER, times=3)
+    report, moved = pair.report(), 0 if in_place else 2 * rig.LAYERS
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, **({"ADDRESS_MOVED": moved} if moved else {})}
+    assert report["replays"] == (4 + 6) * rig.LAYERS - moved and report["failures"] == []
+
+
 def _move_main_grads(trainer: Any, *, in_place: bool) -> list[Tensor]:
     """Moves every main gradient out of the DDP's buffer; all objects may stay the same ones."""
     old = [param.main_grad.detach() for param in trainer.chunk.parameters()]

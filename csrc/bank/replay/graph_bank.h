@@ -155,6 +155,10 @@ class GraphBank {
   void append_input(SegmentList& segments, const at::Tensor& input, const at::Tensor& buffer,
                     bool is_packed) const;
 
+  bool have_borrowed_moved() const {
+    return std::any_of(sites_.begin(), sites_.end(),
+                       [](const auto& site) { return site->have_borrowed_moved(); });
+  }
   bool all_free() const;
   std::string describe_holders() const;
   // Null if nobody is to be told.

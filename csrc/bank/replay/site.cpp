@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "csrc/bank/capture/read_trace.h"
+
 namespace megagraph {
 namespace {
 
@@ -45,6 +47,13 @@ void SiteGraph::poison_transients() {
 void SiteGraph::release() {
   *this = SiteGraph{};
   released = true;
+}
+
+bool Site::have_borrowed_moved() const {
+  return std::any_of(graphs_.begin(), graphs_.end(), [](const auto& slots) {
+    const SiteGraph* graph = slots.front().get();
+    return graph != nullptr && graph->borrowed != nullptr && graph->borrowed->has_moved();
+  });
 }
 
 void Site::drop_variant(int variant) {

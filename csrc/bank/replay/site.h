@@ -15,6 +15,8 @@
 
 namespace megagraph {
 
+class ReadTrace;
+
 // The static tensors on the edges of one site's graphs. They are contiguous. On a GPU they are
 // aliases that own no memory: the slot's pool does, and its nesting rule says when they hold valid
 // data.
@@ -34,6 +36,8 @@ struct SiteGraph {
   std::vector<at::Tensor> accumulated;
   // What the graph reads besides: parameters, main_grad, tables.
   std::vector<at::Tensor> reads;
+  // What it reads that no module, buffer or argument has; null but in the first slot.
+  std::shared_ptr<ReadTrace> borrowed;
   // Whether the backward reads the input, and each output, where eager would: a write in place in
   // between is an error then.
   bool saves_input = false;
@@ -83,6 +87,8 @@ class Site {
   int64_t calls() const { return calls_; }
   // Why a variant has no graph here; counted by every call that finds none.
   void set_eager_reason(EagerReason reason) { eager_reason_ = reason; }
+  // Whether somebody has moved or dropped what a graph has borrowed.
+  bool have_borrowed_moved() const;
   void drop_variant(int variant);
   void release();
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
@@ -56,7 +55,6 @@ class Captures:
         self.device = next(layers.model.parameters()).device
         # Of all replayed packs.
         self.valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._workspaces: list[Tensor] = []
         self._mla_tables = MlaTables()
         self.verifier = Verifier(config, peers)
         self.failures: list[str] = []  # what stays eager, in words
@@ -143,7 +141,6 @@ class Captures:
             self._peers.max_over_ranks([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
             return
-        self._workspaces = while_capturing.held_workspaces()
         self.failures += self.bank.take_failures()
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._follow_variants()
@@ -257,7 +254,7 @@ class Captures:
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
-        if self.bank.has_other_streams():
+        if self.bank.has_other_streams() or self.bank.have_borrowed_moved():
             return EagerReason.ADDRESS_MOVED
         if self.layers.follow():
             self.reset()
@@ -266,7 +263,9 @@ class Captures:
 
     def have_only_gradients_moved(self) -> bool:
         """Whether that was all."""
-        return self.watch.have_only_gradients_moved and not self.bank.has_other_streams()
+        bank = self.bank
+        have_others = bank.has_other_streams() or bank.have_borrowed_moved()
+        return self.watch.have_only_gradients_moved and not have_others
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on, and what was captured is due."""

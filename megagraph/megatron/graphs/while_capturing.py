@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron and Transformer Engine are told while layers are captured, and what of theirs is kept.
+"""What Megatron and Transformer Engine are told while layers are captured, and what of theirs is put back.
 
-Sets their flags, keeps random streams from being swapped inside a capture, and names the buffers that
-they might let go of. Captures nothing.
+Sets their flags, and keeps random streams from being swapped inside a capture. Captures nothing.
 """
 
 import contextlib
@@ -11,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
 from megagraph.megatron.seams import stand_in
 
-__all__ = ["block_context", "capturing", "held_workspaces", "rng_tracker_source", "step_kept"]
+__all__ = ["block_context", "capturing", "rng_tracker_source", "step_kept"]
 
 
 def rng_tracker_source() -> Callable[[], Any]:
@@ -25,19 +24,6 @@ def rng_tracker_source() -> Callable[[], Any]:
 
     source: Callable[[], Any] = tensor_parallel.get_cuda_rng_tracker
     return source
-
-
-def held_workspaces() -> list[Tensor]:
-    """Megatron's global buffers as they are now.
-
-    Sequence-parallel layers gather into one that is reallocated when a larger pack comes; a graph goes
-    on using the one that it was captured with.
-    """
-    from megatron.core import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        return []
-    return list(parallel_state.get_global_memory_buffer().buffer.values())
 
 
 def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]]:
