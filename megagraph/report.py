@@ -79,6 +79,8 @@ def _rows(reports: Sequence[ModelReport]) -> Iterator[tuple[str, Callable[[Model
     yield "padding share of replays", lambda it: _percent(it["padding_share"])
     yield "capture", lambda it: f"{it['capture_seconds']:.2f} s"
     yield "capacities", lambda it: "\n".join(map(_capacity, it["capacities"])) or "-"
+    if any(report.get("cuda_graph_modules") for report in reports):
+        yield "graphed of each layer", lambda it: ", ".join(it.get("cuda_graph_modules", [])) or "all"
     if any(report.get("sites", report.get("layers")) != report.get("layers") for report in reports):
         yield "layers", lambda it: str(it.get("layers", "-"))
         yield "sites of them", lambda it: str(it.get("sites", "-"))

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,17 +21,15 @@ from megagraph.log import log
 __all__ = [
     *("ATTENTION_ROPE", "BLOCK_FORWARD", "DATA_AND_CONTEXT_GROUP", "DESTROY_MODEL_PARALLEL"),
     *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
-    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "GPT_FORWARD", "HYBRID_FORWARD", "HYBRID_STACK_FORWARD"),
-    *("MAMBA_FORWARD", "MIXER_DOCUMENTS", "MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE"),
-    *("MLP_FORWARD", "PACKED_SEQ_PARAMS", "PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS"),
-    *("PREDICTION_FORWARD", "ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP"),
-    "SUPPORTED",
-    "Seam",
-    *("called_name", "check_core", "engine_seams", "has_mla", "hybrid_groups", "hybrid_seams"),
-    *("is_engine_attention", "is_megatrons_rope", "is_replaced", "made_in", "moe_metrics", "moe_records"),
-    *("packs_say_documents", "permutation_sorts", "replaced_choice", "replaced_rope"),
-    "router_losses_count_ranks",
-    "stand_in",
+    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "HYBRID_FORWARD"),
+    *("HYBRID_STACK_FORWARD", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS", "MLA_ATTENTION"),
+    *("MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS", "PACK_GROUPS"),
+    *("PERMUTATION", "PERMUTED_ROWS", "PREDICTION_FORWARD", "ROUTER_FORWARD", "ROUTING", "SAVING_GROUP"),
+    *("SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam", "called_name", "check_core", "has_engine"),
+    *("has_mla", "hybrid_groups", "hybrid_seams", "is_engine_attention", "is_megatrons_rope"),
+    *("is_replaced", "made_in", "moe_metrics", "moe_records", "packs_say_documents"),
+    *("permutation_sorts", "replaced_choice", "replaced_rope", "router_losses_count_ranks"),
+    *("stand_in", "unfit"),
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -69,15 +67,20 @@ class Seam:
         return found
 
     def problem(self) -> str | None:
-        """What is wrong with this seam in the installed release, or None."""
+        """What is wrong with this seam, in the release or by what a host has put there; or None."""
         name = f"{self.module}.{self.path}"
         try:
-            function = self.function()
+            missing = self.missing_in(self.function())
         except (ImportError, AttributeError) as error:
             return f"{name} is missing ({error})"
-        names = inspect.signature(function).parameters
-        missing = [parameter for parameter in self.parameters if parameter not in names]
-        return f"{name} has no parameter {', '.join(missing)}" if missing else None
+        return f"{name} has no parameter {missing}" if missing else None
+
+    def missing_in(self, function: Callable[..., Any]) -> str:
+        """Which names a function's signature lacks, unless it takes any."""
+        parameters = inspect.signature(function).parameters
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            return ""
+        return ", ".join(name for name in self.parameters if name not in parameters)
 
 
 def stand_in(afterwards: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -173,6 +176,9 @@ MLA_ATTENTION = Seam(_MLA, "MultiLatentAttention.forward", "hidden_states attent
 # What unfused RoPE calls, by name in its own module. Our op has the bits of the release's own.
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+# Transformer Engine's, which Megatron's RoPE calls, whoever has imported that; None without one.
+FUSED_ROPE = Seam(_ROPE, "fused_apply_rotary_pos_emb_thd", "t cu_seqlens freqs cp_size cp_rank")
 ENGINE_ATTENTION = Seam(
     "megatron.core.extensions.transformer_engine",
     "TEDotProductAttention.forward",
@@ -209,20 +215,18 @@ def is_megatrons_rope(function: Callable[..., Any]) -> bool:
 
 
 @functools.cache
-def engine_seams() -> Sequence[Seam]:
-    """What is wrapped of Transformer Engine; nothing if it is absent, and Megatron has stand-ins instead."""
+def has_engine() -> bool:
+    """Whether Transformer Engine is there; if it is not, Megatron has stand-ins instead."""
     try:
         is_there = importlib.util.find_spec("transformer_engine") is not None
     except ValueError:  # a host's stand-in, without a spec
         is_there = False
-    if not is_there:
-        return ()
-    return (ENGINE_ATTENTION,) if importlib.import_module(ENGINE_ATTENTION.module).HAVE_TE else ()
+    return is_there and bool(importlib.import_module(ENGINE_ATTENTION.module).HAVE_TE)
 
 
 def is_engine_attention(module: nn.Module) -> bool:
     """Whether a module is Transformer Engine's attention as Megatron wraps it, or derived from that."""
-    return any(isinstance(module, seam.owner()) for seam in engine_seams())
+    return has_engine() and isinstance(module, ENGINE_ATTENTION.owner())
 
 
 # -- experts -------------------------------------------------------------------------------------
@@ -238,12 +242,10 @@ _ROUTER_LOSSES = Seam(
 )
 EXPERT_BIAS = Seam(_ROUTERS, "TopKRouter._apply_expert_bias", "routing_map padding_mask")
 EXPERT_CHOICE = Seam(_ROUTERS, "topk_routing_with_score_function", "logits topk")
+# What runs the halves of a layer.
+LAYER_FORWARD = Seam("megatron.core.transformer.transformer_layer", "TransformerLayer.forward")
 # What is run in parts if a router is graphed.
-MLP_FORWARD = Seam(
-    "megatron.core.transformer.transformer_layer",
-    "TransformerLayer._forward_mlp",
-    "hidden_states padding_mask",
-)
+MLP_FORWARD = Seam(LAYER_FORWARD.module, "TransformerLayer._forward_mlp", "hidden_states padding_mask")
 EXPERT_FORWARD = Seam(
     "megatron.core.transformer.moe.moe_layer", "MoELayer.forward", "hidden_states padding_mask"
 )
@@ -363,18 +365,36 @@ def is_replaced(module: Any, seam: Seam) -> bool:
 
 # -- the installed release -----------------------------------------------------------------------
 
-_ALWAYS = (
-    *(*SCHEDULES, GPT_FORWARD, _GPT_PREPROCESS, BLOCK_FORWARD, PREDICTION_FORWARD, PACKED_SEQ_PARAMS),
-    *(ATTENTION_ROPE, MLA_ROPE, MLA_QUERY_ROPE, MLA_KEY_ROPE, MLA_ATTENTION, *_CAPTURE_FLAGS, _RNG_TRACKER),
-    *(ROUTER_FORWARD, ROUTING, _ROUTER_LOSSES, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
-    *(MLP_FORWARD, EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS),
-    *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
+_OF_ALL_MODELS = (
+    *(*SCHEDULES, GPT_FORWARD, _GPT_PREPROCESS, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE),
+    *(*_CAPTURE_FLAGS, _RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
     *(DATA_AND_CONTEXT_GROUP, STAGE_GROUP, _HYBRID_GROUPS),
+)
+_OF_SOME_MODELS = (
+    *(PREDICTION_FORWARD, MLA_ROPE, MLA_QUERY_ROPE, MLA_KEY_ROPE, MLA_ATTENTION, MLP_FORWARD),
+    *(ROUTER_FORWARD, ROUTING, _ROUTER_LOSSES, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
+    *(EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS),
 )
 
 
+def _of_some_models() -> Sequence[Seam]:
+    hybrid = hybrid_seams() or ()
+    documents = (MIXER_DOCUMENTS,) if hybrid and not packs_say_documents() else ()
+    return (*_OF_SOME_MODELS, *hybrid, *documents, *((ENGINE_ATTENTION,) if has_engine() else ()))
+
+
+def unfit(model: nn.Module) -> str | None:
+    """What is wrong with a seam that a model needs which holds something of its module, and others do not."""
+    problems = {seam.module: problem for seam in _of_some_models() if (problem := seam.problem()) is not None}
+    held = [it for module in model.modules() if problems for it in (module, *vars(module).values())]
+    homes = {cls.__module__ for it in held for cls in type(it).__mro__}
+    return next((problem for home, problem in problems.items() if home in homes), None)
+
+
 def check_core() -> str:
-    """Checks every seam of the installed megatron-core, and returns its version.
+    """Checks the seams of the installed megatron-core, and returns its version.
+
+    What a host has put in the place of one that only some models need keeps these eager: `unfit()`.
 
     Raises:
         RuntimeError: if megatron-core is absent, or a seam does not fit, naming each.
@@ -386,9 +406,7 @@ def check_core() -> str:
             f"megagraph.install() needs megatron-core ({' or '.join(SUPPORTED)}), and it cannot be "
             f"imported: {error}"
         ) from error
-    hybrid = hybrid_seams() or ()
-    documents = (MIXER_DOCUMENTS,) if hybrid and not packs_say_documents() else ()
-    seams = (*_ALWAYS, *engine_seams(), *hybrid, *documents)
+    seams = (*_OF_ALL_MODELS, *(replace(seam, takes="") for seam in _of_some_models()))
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]
     if problems:
         raise RuntimeError(

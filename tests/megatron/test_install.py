@@ -9,24 +9,41 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron_rig import LAYERS, ONE, OPTIONS, Install, evaluate, graph_config, report_of, step, the_plugin
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    Install,
+    ModelTrainer,
+    evaluate,
+    graph_config,
+    refused,
+    report_of,
+    step,
+    the_plugin,
+)
+from moe_rig import ExpertTrainer
 
 import megagraph
 from megagraph import _C
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
+from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.both
 
 ROPE = (seams.ATTENTION_ROPE, seams.MLA_ROPE)
-SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE, *(seams.hybrid_seams() or ()))
+OF_GPT = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE)
+SEAMS = (*OF_GPT, *(seams.hybrid_seams() or ()))
 
 
 def _where(seam: seams.Seam) -> str:
@@ -204,7 +221,7 @@ def test_models_of_one_class_are_told_apart(install: Install, caplog: pytest.Log
     assert captured == ["GPTModel:", "GPTModel #2:"]
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=_where)
+@pytest.mark.parametrize("seam", OF_GPT, ids=_where)
 def test_a_seam_that_is_missing_is_named_and_nothing_is_patched(
     seam: seams.Seam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +243,48 @@ def test_every_seam_that_changed_is_named_with_the_parameter_it_lacks(
         megagraph.install(graph_config())
     assert "TransformerBlock.forward has no parameter attention_mask, rotary_pos_emb" in str(error.value)
     assert "apply_rotary_pos_emb has no parameter cu_seqlens, mscale, cp_group" in str(error.value)
+
+
+def _predicting() -> Any:
+    model = Trainer(OPTIONS).chunk
+    model.mtp = MultiTokenPredictionBlock.__new__(MultiTokenPredictionBlock)
+    torch.nn.Module.__init__(model.mtp)
+    return model
+
+
+HYBRID, _STACK = seams.hybrid_seams() or (None, None)
+OF_SOME: dict[str, tuple[seams.Seam, Callable[[], Any]]] = {
+    "multi-token prediction": (seams.PREDICTION_FORWARD, _predicting),
+    "a router": (seams.ROUTER_FORWARD, lambda: ExpertTrainer().chunk),
+    "a dispatcher": (seams.PERMUTATION, lambda: ExpertTrainer().chunk),
+    **({"a hybrid model": (HYBRID, lambda: ModelTrainer(pattern="*-").chunk)} if HYBRID else {}),
+}
+
+
+@pytest.mark.parametrize("kind", OF_SOME)
+@pytest.mark.usefixtures("experts")
+def test_what_a_host_has_put_where_only_some_models_look_keeps_these_eager_by_name(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: no process could install the plugin that had imported a host with such a function."""
+    seam, make = OF_SOME[kind]
+    theirs = lambda *given: None  # noqa: E731
+    model, plain = make(), Trainer(OPTIONS).chunk
+    monkeypatch.setattr(seam.owner(), seam.name, theirs)
+    megagraph.install(graph_config())
+    assert seam.function() is theirs
+    assert refusal_of(plain, None) is None
+    lacks = f"{_where(seam)} has no parameter {', '.join(seam.parameters)}"
+    assert refused(model) == f"a model of which {lacks} is not supported yet"
+
+
+def test_a_function_that_takes_any_name_is_wrapped_like_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mcore-bridge's in place of multi-token prediction's. Bug: `install()` refused it."""
+    seam = seams.PREDICTION_FORWARD
+    theirs = lambda self, input_ids, position_ids, hidden_states, attention_mask, **kwargs: None  # noqa: E731
+    monkeypatch.setattr(seam.owner(), seam.name, theirs)
+    megagraph.install(graph_config())
+    assert seam.function().__wrapped__ is theirs and seam.problem() is None
 
 
 def test_an_unknown_release_whose_seams_fit_is_tried_with_a_warning(

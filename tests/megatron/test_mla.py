@@ -14,7 +14,8 @@ import megatron_rig as rig
 import parallel_jobs
 import pytest
 import torch
-from mla_rig import MlaTrainer
+from host_rig import OwnBlock, OwnModel, host_pair, only
+from mla_rig import OPTIONS, MlaTrainer, mla_config, mla_spec
 from moe_rig import recompute
 from rope_rig import (
     MODES,
@@ -248,6 +249,47 @@ def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
         assert "rope_of_a_host in place of Megatron's RoPE" in rig.refused(chunk)
     else:
         assert refusal_of(chunk, None) is None
+
+
+class HandingModel(OwnModel):
+    """Such a model."""
+
+    def tables(self, input_ids: Any, position_ids: Any, given: Any, pack: Any) -> Any:
+        hidden, tables = super().tables(input_ids, position_ids, given, pack)
+        return hidden, {**tables, "rotary_pos_emb": self.rotary_pos_emb(pack.max_seqlen_q, packed_seq=True)}
+
+
+def _hand_tables(model: Any) -> None:
+    """To attention that has no embedding, as mcore-bridge does."""
+    megatrons: Any = type(model.decoder.layers[0].self_attention)
+
+    class Handed(megatrons):  # type: ignore[misc]
+        def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
+            """Megatron's asks an embedding."""
+            vars(self)["rotary_pos_emb"] = asked = functools.partial(lambda *_, **__: rotary_pos_emb)
+            vars(asked)["get_rotary_seq_len"] = lambda *_: 0
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                del vars(self)["rotary_pos_emb"]
+
+    for layer in model.decoder.layers:
+        model.rotary_pos_emb = layer.self_attention.rotary_pos_emb
+        layer.self_attention.__class__ = Handed
+        del layer.self_attention.rotary_pos_emb
+
+
+@pytest.mark.parametrize("scopes", SCOPES[:2], ids=str)
+def test_a_hosts_model_hands_tables_to_attention_that_has_no_embedding(
+    install: rig.Install, scopes: Sequence[str]
+) -> None:
+    """Bug: each capture failed, because the attention was asked for its embedding."""
+    install(cuda_graph_modules=scopes)
+    config = mla_config("plain, RoPE")
+    given = {"prepare": _hand_tables, "options": OPTIONS, "config": config, "spec": mla_spec(config)}
+    with rig.asks_for_no_engine():
+        pair = host_pair(HandingModel, OwnBlock, 3, **given)
+    assert pair.report()["failures"] == [] and only(pair.report(), "WARMING_UP")
 
 
 # -- Transformer Engine --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megagraph._C import mark_canonical
-from megagraph.megatron.patch.inside_layers import wrap_engine_attention, wrap_rope
+from megagraph.megatron.patch.inside_layers import wrap_engine_attention, wrap_fused_rope, wrap_rope
 from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables
 
@@ -47,10 +47,7 @@ class Megatrons:
             cp_group: Any = None,
         ) -> Tensor:
             self.calls.append({"cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": cp_group})
-            out = t * 2
-            if cu_seqlens is not None:
-                out = out + self.tail(t, NAN)  # what a kernel leaves there that does not write it
-            return out
+            return self.doubled(t, cu_seqlens)
 
         def with_mla(*args: Any, mla_rotary_interleaved: bool = False, **kwargs: Any) -> Tensor:
             asked = {"mla_rotary_interleaved": mla_rotary_interleaved, "more": kwargs.pop("more", False)}
@@ -59,6 +56,15 @@ class Megatrons:
             return out
 
         self.function: Callable[..., Any] = with_mla if newer else older
+
+    def fused(self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+        """Transformer Engine's, as Megatron calls it."""
+        self.calls.append({"cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": cp_rank})
+        return self.doubled(t, cu_seqlens)
+
+    def doubled(self, t: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """With what a kernel leaves in the tail of a pack that does not write it."""
+        return t * 2 if cu_seqlens is None else t * 2 + self.tail(t, NAN)
 
     @staticmethod
     def tail(t: Tensor, filler: float) -> Tensor:
@@ -167,6 +173,17 @@ def test_megatrons_own_function_gives_each_token_its_frequencies(changes: dict[s
     assert torch.equal(found[:end], wanted) and not found[end:].any()
 
 
+def test_fused_a_canonical_pack_is_megatrons_own_business_but_for_the_kernel_that_it_calls() -> None:
+    """Bug: attention of a host's, which had imported Megatron's function, got the kernel's tail."""
+    megatrons, group = Megatrons(newer=False), Rank(1, 0)
+    t, freqs, cu_seqlens = operands()
+    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, group)
+    assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "mscale": SCALE, "cp_group": group}]
+    assert out[ENDS[-1] :].isnan().all()
+    given = torch.tensor(ENDS, dtype=torch.int32)
+    assert wrap_fused_rope(megatrons.fused)(t, given, freqs, 1, 0)[ENDS[-1] :].isnan().all()
+
+
 def test_a_rank_rotates_its_share_of_a_pack_by_positions_in_the_whole() -> None:
     _, freqs, _ = operands()
     rope = wrap_rope(Megatrons(newer=False).function)
@@ -193,13 +210,13 @@ def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_fused_kernel_runs_and_its_tail_is_zero_there_and_back(ranks: int) -> None:
     """It leaves rows past the last offset as it finds them. Offsets are those of all ranks."""
-    megatrons, group = Megatrons(newer=False), Rank(ranks, 0)
+    megatrons = Megatrons(newer=False)
     t, freqs, _ = operands()
     cu_seqlens = canonical(*(ranks * end for end in ENDS))
     t.requires_grad_()
-    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, group)
+    out = wrap_fused_rope(megatrons.fused)(t, cu_seqlens, freqs, cp_size=ranks, cp_rank=0)
     (call,) = megatrons.calls
-    assert call == {"cu_seqlens": cu_seqlens, "mscale": SCALE, "cp_group": group}
+    assert call == {"cu_seqlens": cu_seqlens, "cp_size": ranks, "cp_rank": 0}
     assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
     assert torch.equal(out[ENDS[-1] :], torch.zeros_like(out[ENDS[-1] :]))
     out.backward(torch.ones_like(out) + megatrons.tail(out, NAN))

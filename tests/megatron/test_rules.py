@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import moe_rig
 import pytest
-from megatron_rig import OPTIONS, Install, graph_config, step, steps_of, train
+from megatron_rig import OPTIONS, Install, Pair, graph_config, steps_of, train
 from moe_rig import DROPS, FULL_RECOMPUTE, GATHERS, PADS, Config, ExpertTrainer, recompute
 from same_bits import assert_same_bits
 from test_docs import SCOPES as SCOPES_PAGE
@@ -22,8 +22,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
 from megagraph.megatron.scopes import rules
-from megagraph.megatron.scopes.moe import EXPERTS_WAIT
-from megagraph.megatron.scopes.rules import broken_rule
+from megagraph.megatron.scopes.rules import broken_rule, legal_scopes
 
 pytestmark = pytest.mark.both
 
@@ -178,7 +177,7 @@ def test_every_rule_has_a_case_and_a_row_of_the_page() -> None:
     assert sorted([*numbers, *rows_of(SCOPES_PAGE, "other rule")]) == sorted(
         f"R{number}" for number in range(1, 22)
     )
-    assert kept.pop("R13") == "the layer"  # which a plan leaves out
+    assert kept.pop("R13") == "the experts"  # which are not named then
     assert {*re.findall(r'"([RM]\d+)"', inspect.getsource(rules))} == kept.keys()
     of_cases = [name for name in kept if name not in ("M2", "M3")]
     assert list(dict.fromkeys(case.rule for case in CASES)) == of_cases
@@ -237,7 +236,7 @@ def test_rule_19_is_where_megatron_switches_recomputing_off(options: Config) -> 
     assert not theirs.decoder.layers[0].recompute_pre_mlp_layernorm
     refusal = refusal_of(plain, None, scopes)
     assert refusal is not None and refusal.sentence.endswith("(R19)")
-    assert set(scopes_of(with_names.config, ())) == set(scopes)
+    assert set(scopes_of(with_names, ())) == set(scopes)
     assert refusal_of(with_names, None, scopes) is None
 
 
@@ -283,22 +282,34 @@ def test_rule_12_of_rows_that_are_padded_for_narrow_numbers(monkeypatch: pytest.
     assert broken_rule(config, ("moe_router",), []) is None
 
 
-def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
-    install: Install, models: dict[str, Any]
-) -> None:
-    """Megatron checks it nowhere, and fails in the capture."""
-    model = models["E-"]
-    assert refusal_of(model, None) is None and refusal_of(model, None, ("attn",)) is None
+# Of layers "E-": options, and what is graphed if nothing is named.
+CHOSEN: dict[str, tuple[Config, Sequence[str]]] = {
+    "router": ({}, ("attn", "mlp", "moe_router")),
+    "recomputed": (recompute("moe"), ("attn", "mlp")),
+    "wide": (FP32_RESIDUAL, ("attn", "mlp")),
+    "replayed": ({"moe_enable_routing_replay": True}, ("attn", "mlp")),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_rule_13_leaves_experts_eager_alone_if_nothing_is_named(case: str, install: Install) -> None:
+    """Megatron checks it nowhere, and fails in the capture. Bug: such layers stayed eager."""
+    options, chosen = CHOSEN[case]
     with_graphs((), moe_rig.BASE)  # raises nothing
     install()
     with moe_rig.experts_on_cpu():
-        trainer = ExpertTrainer("E-")
-        for micros in steps_of(3):
-            step(trainer, micros)
-    (report,) = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3}
-    (failure,) = report["failures"]
-    assert failure == f"layer 0 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {EXPERTS_WAIT}"
+        pair = Pair(ExpertTrainer, kinds="E-", **options)
+        report = pair.train(steps_of(3))
+    assert report["cuda_graph_modules"] == [*chosen] and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 3 * 2} and report["replays"] == 2 * 3 * 2
+
+
+def test_rule_13_is_not_asked_of_layers_without_experts_that_wait(models: dict[str, Any]) -> None:
+    for config, kinds in ((moe_rig.BASE, "--"), (FULL_RECOMPUTE, "E-")):
+        given = transformer_config(OPTIONS, **{**moe_rig.BASE, **config})
+        assert legal_scopes(given, models[kinds].decoder.layers) == ()
+    stage = models["EE"]
+    assert [*legal_scopes(stage.config, stage.decoder.layers)] == ["attn", "moe_router"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

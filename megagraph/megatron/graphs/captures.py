@@ -131,15 +131,13 @@ class Captures:
         try:
             self._capture_and_verify(variants)
         except GroupGaveUp as error:
-            log.warning("%s; training goes on eager", error)
-            self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
+            self._abandon(str(error), None, variants, EagerReason.GROUP_DISAGREED)
             return
         except Exception as error:
             if self._peers.size > 1 and isinstance(error, torch.OutOfMemoryError):  # in a verification
                 raise
-            log.exception("capture failed; training goes on eager")
             self._peers.max_over_ranks([Verdict.GAVE_UP])
-            self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
+            self._abandon(f"{type(error).__name__}: {error}", error, variants, EagerReason.CAPTURE_FAILED)
             return
         self.failures += self.bank.take_failures()
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
@@ -217,12 +215,17 @@ class Captures:
         if not are_fine or not self._peers.agree_on(repr(sealed)):
             raise GroupGaveUp
 
-    def _abandon(self, why: str, variants: Iterable[VariantSpec], reason: EagerReason) -> None:
-        """Drops everything; these variants stay eager."""
-        self.failures.append(why)
+    def _abandon(
+        self, why: str, error: Exception | None, variants: Iterable[VariantSpec], reason: EagerReason
+    ) -> None:
+        """Drops everything; these variants stay eager, beside those that do, until something changes."""
+        if why not in self.failures:
+            self.failures.append(why)
+            log.error("capture failed: %s; training goes on eager", why, exc_info=error)
+        given_up = self.bank.eager_variants | {variant.key: reason for variant in variants}
         self.reset()
-        for variant in variants:
-            self.bank.eager_variants[variant.key] = reason
+        self.bank.eager_variants = given_up
+        self._due.mark_captured({key.kind for key in given_up})
         self._dispatch()
 
     def _variant(

@@ -67,9 +67,7 @@ class Doors:
             self.problem = f"its layers are run by {self.called}, which is of none of Megatron's blocks"
             return
         self.own = seam.path
-        parameters = inspect.signature(forward).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        missing = ", ".join(name for name in seam.parameters if name not in parameters and not takes_any)
+        missing = seam.missing_in(forward)
         overrides = f"{self.called} overrides {self.own} and has no parameter"
         self.problem = f"{overrides} {missing}" if missing else ""
 

@@ -269,13 +269,10 @@ class MlaTables:
 
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:
-    """Those of every multi-latent attention inside; one that several share, once."""
+    """Those of every multi-latent attention inside that has one; one that several share, once."""
     mla = MLA_ATTENTION.owner()
-    found: dict[nn.Module, None] = {}
-    for module in block.modules():
-        if isinstance(module, mla) and isinstance(module.rotary_pos_emb, nn.Module):
-            found[module.rotary_pos_emb] = None
-    return [*found]
+    found = {getattr(it, "rotary_pos_emb", None): None for it in block.modules() if isinstance(it, mla)}
+    return [embedding for embedding in found if isinstance(embedding, nn.Module)]
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class BlockLayers:
         self.ddp = ddp
         self._peers, self.entries = peers, entries
         # What of each layer is graphed; none for whole layers.
-        self.scopes = scopes_of(model.config, config.cuda_graph_modules)
+        self.scopes = scopes_of(model, config.cuda_graph_modules)
         self._joins = config.cuda_graph_granularity == "chunk"
         self._apart: set[int] = set()  # layers whose site of several has failed
         self._wrong: dict[int, Why] = {}  # those of them that were at fault

@@ -69,7 +69,7 @@ class GraphedModel:
         self.verifier = self.captures.verifier
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None  # why the whole model stays eager
-        self._refuse(refusal_of(model, ddp, self._layers.scopes, config))
+        self._look_for_refusal(model, ddp)
         shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
         # Of capacities.
         self._learners = _ranks_of_experts(model) if self.dispatcher.needs_equal_rows else self.peers
@@ -84,6 +84,10 @@ class GraphedModel:
         self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
         self._training_steps = 0
         self._last_counters: dict[str, int] = {}  # in the log
+
+    def _look_for_refusal(self, model: nn.Module, ddp: nn.Module | None) -> None:
+        layers = self._layers
+        self._refuse(refusal_of(model, ddp, layers.scopes, self._config, layers.plan.why_eager))
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report.
@@ -229,7 +233,7 @@ class GraphedModel:
         captures.failures.clear()  # of its hooks, which nobody expected
         self.captures.reset()
         if self.refusal is None:
-            self._refuse(refusal_of(model, ddp, self._layers.scopes, self._config))
+            self._look_for_refusal(model, ddp)
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
@@ -354,6 +358,7 @@ class GraphedModel:
             "capacities": self.dispatcher.report(),
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
             "padding_share": 1 - valid / replayed if replayed else None,
+            "cuda_graph_modules": [*self._layers.scopes],
             "layers": self._layers.num_sites,
             "sites": len(bank.specs),
             "graphs": bank.num_graphs,

@@ -11,14 +11,22 @@ from typing import Any
 from torch import nn
 
 from megagraph.config import GraphConfig, graph_modules
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.context import unsupported_sharing
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import EXPERTS, has_forced_routing, recomputes
 from megagraph.megatron.scopes.parts import MAMBA, experts_of, is_mamba
-from megagraph.megatron.scopes.rules import broken_rule
-from megagraph.megatron.seams import PREDICTION_FORWARD, ROUTER_FORWARD, has_mla, is_replaced, replaced_rope
+from megagraph.megatron.scopes.rules import broken_rule, legal_scopes
+from megagraph.megatron.seams import (
+    PREDICTION_FORWARD,
+    ROUTER_FORWARD,
+    called_name,
+    has_mla,
+    is_replaced,
+    replaced_rope,
+    unfit,
+)
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -94,14 +102,14 @@ def check_graph_options(config: Any) -> None:
         )
 
 
-def scopes_of(model_config: Any, ours: Collection[str]) -> Collection[str]:
-    """What of each layer is graphed: as the plugin is told, or as the model's own config says.
+def scopes_of(model: Any, ours: Collection[str]) -> Collection[str]:
+    """What of each layer is graphed: as the plugin is told, as the model's own config says, or what is legal.
 
     Raises `ValueError` if both say something, and not the same, or the model's names what is not supported.
     """
     for option in ("cuda_graph_modules", "cuda_graph_scope"):
         try:
-            theirs = graph_modules(getattr(model_config, option, None))
+            theirs = graph_modules(getattr(model.config, option, None))
         except ValueError as error:
             raise ValueError(f"{option} in the model's config: {error}") from error
         if theirs and ours and set(theirs) != set(ours):
@@ -110,7 +118,7 @@ def scopes_of(model_config: Any, ours: Collection[str]) -> Collection[str]:
                 f"got both: {', '.join(ours)} and {', '.join(theirs)}"
             )
         ours = ours or theirs
-    return ours
+    return ours or legal_scopes(model.config, [*model.decoder.layers])
 
 
 def refusal_of(
@@ -118,6 +126,7 @@ def refusal_of(
     ddp: nn.Module | None,
     scopes: Collection[str] = (),
     options: GraphConfig = _BY_DEFAULT,
+    why_eager: Why | None = None,  # of all layers
 ) -> Refusal | None:
     """The first thing in a model, or in the DDP around it, that graphs of these scopes do not support yet."""
     what = next(_unsupported(model, ddp, options), None)
@@ -125,7 +134,7 @@ def refusal_of(
         return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{what} is not supported yet")
     block: Any = model.decoder
     config: Any = model.config
-    broken = broken_rule(config, scopes, list(block.layers))
+    broken = broken_rule(config, scopes, list(block.layers)) or why_eager
     if broken is not None:
         return Refusal(reason=broken[0], sentence=broken[1])
     rope = replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
@@ -160,12 +169,14 @@ def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
     has_ranks = config.context_parallel_size > 1 or bool(options.cp_sizes)
     if has_ranks and getattr(model, "position_embedding_type", None) == "mrope":
         yield _set("multimodal RoPE with context parallelism", model, "position_embedding_type")
+    if (problem := unfit(model)) is not None:
+        yield f"a model of which {problem}"
     prediction = getattr(model, "mtp", None)
     if prediction is not None and config.sequence_parallel:
         # Its losses are means over rows, of which the canonical pack has more.
         yield _set("multi-token prediction with sequence parallelism", config, "sequence_parallel")
     if prediction is not None and is_replaced(prediction, PREDICTION_FORWARD):
-        yield f"multi-token prediction by a forward of {type(prediction).__qualname__}'s own"
+        yield f"multi-token prediction by {called_name(prediction.forward)}"
     yield from _unsupported_pattern(block)
     yield from _unsupported_modules(block)
     if config.context_parallel_size > 1:

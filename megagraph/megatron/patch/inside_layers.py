@@ -32,6 +32,7 @@ __all__ = [
     "documents_of_rows",
     "wrap_documents",
     "wrap_engine_attention",
+    "wrap_fused_rope",
     "wrap_key_rope",
     "wrap_query_rope",
     "wrap_rope",
@@ -98,15 +99,14 @@ def wrap_rope(original: _Function) -> _Function:
         **rest: Any,
     ) -> Any:
         further = {name for name, value in rest.items() if value}
-        if cu_seqlens is None or not is_canonical(cu_seqlens) or not further <= {_INTERLEAVED}:
+        asks_more = config.apply_rope_fusion or not further <= {_INTERLEAVED}
+        if cu_seqlens is None or not is_canonical(cu_seqlens) or asks_more:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
-        if config.apply_rope_fusion or is_by_token(cu_seqlens):
-            # Rows past the last offset stay as the fused kernel finds them, there and back.
+        if is_by_token(cu_seqlens):
             end = _end_of_rows(cu_seqlens, cp_size)
             rows = _without_gradient_tail(t, end)
-            if not config.apply_rope_fusion and is_megatrons_rope(original):
-                # Which reads offsets on the host, to give each of as many rows its own.
+            if is_megatrons_rope(original):  # which reads offsets on the host, to give each row its own
                 rotated = original(rows[:, None], freqs, config, None, mscale, cp_group, **rest).squeeze(1)
             else:
                 rotated = original(rows, freqs, config, cu_seqlens, mscale, cp_group, **rest)
@@ -122,6 +122,21 @@ def wrap_rope(original: _Function) -> _Function:
         )
 
     return apply_rotary_pos_emb
+
+
+def wrap_fused_rope(original: _Function) -> _Function:
+    """Wraps `fused_apply_rotary_pos_emb_thd`, which leaves rows past the last offset as it finds them."""
+
+    def rotate(
+        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, **rest: Any
+    ) -> Any:
+        if not is_canonical(cu_seqlens):
+            return original(t, cu_seqlens, freqs, cp_size, cp_rank, **rest)
+        end = _end_of_rows(cu_seqlens, cp_size)
+        rotated = original(_without_gradient_tail(t, end), cu_seqlens, freqs, cp_size, cp_rank, **rest)
+        return _without_tail(rotated, end)
+
+    return rotate
 
 
 def _wrap_mla(original: _Function, seam: Seam, ours: Callable[[_Arguments, Rotation], Any]) -> _Function:

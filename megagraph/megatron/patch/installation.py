@@ -31,7 +31,12 @@ _undo = contextlib.ExitStack()  # puts every original back, then writes the repo
 
 
 def _wrap(seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> None:
-    """Wraps what is at a seam; with `call` the call of its class, too."""
+    """Wraps what is at a seam; with `call` the call of its class, too.
+
+    Not what a host has put there that does not fit: models that need it are refused.
+    """
+    if seam.problem() is not None:
+        return
     owner = seam.owner()
     for name, wrap in ((seam.name, wrapper), ("__call__", call)):
         if wrap is not None:
@@ -56,8 +61,10 @@ def _wrap_all(plugin: Plugin) -> None:
     _wrap(seams.MLA_ROPE, inside_layers.wrap_rope)
     _wrap(seams.MLA_QUERY_ROPE, inside_layers.wrap_query_rope)
     _wrap(seams.MLA_KEY_ROPE, inside_layers.wrap_key_rope)
-    for attention in seams.engine_seams():
-        _wrap(attention, inside_layers.wrap_engine_attention)
+    if seams.has_engine():
+        _wrap(seams.ENGINE_ATTENTION, inside_layers.wrap_engine_attention)
+    if seams.FUSED_ROPE.function() is not None:
+        _wrap(seams.FUSED_ROPE, inside_layers.wrap_fused_rope)
     _wrap(seams.ROUTER_FORWARD, functools.partial(experts.wrap_router, plugin))
     _wrap(seams.ROUTING, functools.partial(experts.wrap_routing, plugin))
     _wrap(seams.EXPERT_CHOICE, experts.wrap_choice)

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.grouped_experts import is_grouped
-from megagraph.megatron.scopes.parts import MLP, LayerPart, experts_of, run_mlp
+from megagraph.megatron.scopes.parts import MLP, LayerPart, experts_of, in_mlp, run_mlp
 from megagraph.megatron.seams import (
     DISPATCH_PREPROCESS,
     EXPERT_FORWARD,
@@ -60,7 +60,7 @@ from megagraph.megatron.seams import (
 )
 
 __all__ = [
-    *("EXPERTS", "EXPERTS_WAIT", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
+    *("EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
     *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "make_scale", "mark_unrouted"),
     *("may_have_unrouted", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
     "unsupported_routing",
@@ -117,11 +117,8 @@ def _has_experts(layer: nn.Module) -> bool:
     return experts_of(layer) is not None
 
 
-EXPERTS_WAIT = (
-    "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
-    "['attn', 'moe_router'] to graph its router too"
-)
-EXPERTS = LayerPart(name="experts", is_in=_has_experts, run=run_mlp, check=lambda layer: EXPERTS_WAIT)
+_WAITS = "its experts wait for the device, and nothing else of it can be graphed"
+EXPERTS = LayerPart(name="experts", is_in=_has_experts, run=run_mlp, check=lambda layer: _WAITS)
 
 
 def has_forced_routing(router: Any) -> bool:
@@ -165,7 +162,7 @@ def _letting_go(mixture: Any) -> Iterator[None]:
                     now[name] = None
 
 
-def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
     with _letting_go(layer.mlp):
         return run_mlp(layer, hidden_states, arguments)
 
@@ -226,7 +223,7 @@ def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, An
     return _run_experts(layer, (normed, probs, routing_map), shared, residual, contextlib.nullcontext())
 
 
-ROUTED = LayerPart(name="routed experts", is_in=_has_experts, run=_run_routed)
+ROUTED = LayerPart(name="routed experts", is_in=_has_experts, run=in_mlp(_run_routed))
 
 
 # Of releases since 0.19: keeps hidden states from the norm of an MLP to its end, to offload them, which is
@@ -270,7 +267,7 @@ def _replaced(*methods: tuple[Any, Seam]) -> str | None:
 ROUTER = LayerPart(
     name="moe_router",
     is_in=_has_experts,
-    run=_run_router,
+    run=in_mlp(_run_router),
     children=lambda layer: (
         *("pre_mlp_layernorm", "mlp.router"),
         *(() if layer.mlp.shared_expert_overlap else ("mlp.shared_experts",)),
@@ -387,7 +384,7 @@ def _unsupported_preprocess(layer: Any) -> str | None:
 PREPROCESS = LayerPart(
     name="moe_preprocess",
     is_in=_permutes_before_dispatch,
-    run=_permute,
+    run=in_mlp(_permute),
     transient=_copied_or_shared,
     check=_unsupported_preprocess,
 )
@@ -402,7 +399,7 @@ def _run_permuted(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, 
     return _run_experts(layer, (normed, probs, routing_map), further, residual, permuted)
 
 
-PERMUTED = LayerPart(name="permuted experts", is_in=_permutes_before_dispatch, run=_run_permuted)
+PERMUTED = LayerPart(name="permuted experts", is_in=_permutes_before_dispatch, run=in_mlp(_run_permuted))
 
 
 def forget_calls(layers: Iterable[nn.Module]) -> None:

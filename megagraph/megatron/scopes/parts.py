@@ -15,18 +15,26 @@ mixer makes the same. In releases that have the field a pack without it is one d
 and in graphs. The layer takes and returns hidden states alone: no tables, and no mask.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
+from megagraph.megatron.seams import LAYER_FORWARD, called_name, is_replaced, stand_in
 
 __all__ = [
-    *("ATTENTION", "MAMBA", "MLP", "LayerPart"),
-    *("experts_of", "given_to_mamba", "is_mamba", "run_layer", "run_mlp"),
+    *("ATTENTION", "MAMBA", "MLP", "LayerPart", "Run", "experts_of", "given_to_mamba", "in_mlp", "is_mamba"),
+    *("run_layer", "run_mlp", "why_not_halved"),
 ]
+
+
+# From a layer, what the part before hands on, and the layer's arguments.
+Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +43,7 @@ class LayerPart:
 
     name: str  # Megatron's, as `cuda_graph_modules` takes it; of a part that stays eager, one of ours
     is_in: Callable[[nn.Module], bool]  # whether a layer has it
-    # Maps the layer, what the part before hands on and the layer's arguments to what it hands on: hidden
-    # states, or several tensors if the next part takes them.
-    run: Callable[[Any, Any, Mapping[str, Any]], Outputs]
+    run: Run  # to what it hands on: hidden states, or several tensors if the next part takes them
     # All that run in its graph, by name; some are functions, and no modules.
     children: Callable[[Any], Sequence[str]] = lambda layer: ()
     # Of several tensors those, by index, that the next part alone reads.
@@ -55,10 +61,53 @@ def _has(layer: nn.Module, child: str) -> bool:
     return found is not None and not isinstance(found, IdentityOp | IdentityFuncOp)
 
 
-def _run_attention(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    out: Tensor
-    out, _context = layer._forward_attention(hidden_states=hidden_states, **arguments)
+def _run_half(
+    layer: Any, entered: Any, arguments: Mapping[str, Any], own: Callable[..., Any], **others: Any
+) -> Any:
+    """One half of a layer; inside of its forward if that is a host's, with others in place of its halves."""
+    if not is_replaced(layer, LAYER_FORWARD):
+        return own()
+    with contextlib.ExitStack() as afterwards:
+        for name, other in others.items():
+            stand_in(afterwards, layer, name, other)
+        out, _context = layer.forward(hidden_states=entered, **arguments)
     return out
+
+
+def _no_attention(hidden_states: Any, *_: Any, **__: Any) -> Any:
+    return hidden_states, None
+
+
+def why_not_halved(layer: Any) -> str | None:
+    """Why attention and MLP of a layer must not run apart; None if its forward hands on what they return.
+
+    A host's forward is asked: it runs without them, on nothing.
+    """
+    entered, between, left = (torch.empty(1, 1, 1, device="meta") for _ in range(3))
+    met: list[Any] = []
+
+    def half(returned: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+        met.append(hidden_states)
+        return returned
+
+    attention, mlp = functools.partial(half, (between, None)), functools.partial(half, left)
+    halves: Any = {"_forward_attention": attention, "_forward_mlp": mlp}
+    nothing = dict.fromkeys(("attention_mask", "rotary_pos_emb", "packed_seq_params"))
+    why = "does more than hand on what they return"
+    try:
+        met.append(_run_half(layer, entered, nothing, lambda: mlp(attention(entered)[0]), **halves))
+    except Exception as error:
+        why = f"fails without them ({type(error).__name__}: {error})"
+    if [*map(id, met)] == [id(entered), id(between), id(left)]:
+        return None
+    return f"its halves cannot be told apart: its forward, {called_name(layer.forward)}, {why}"
+
+
+def _run_attention(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
+    def own() -> Any:
+        return layer._forward_attention(hidden_states=hidden_states, **arguments)[0]
+
+    return _run_half(layer, hidden_states, arguments, own, _forward_mlp=lambda hidden, *_, **__: hidden)
 
 
 ATTENTION = LayerPart(
@@ -72,10 +121,26 @@ ATTENTION = LayerPart(
 )
 
 
-def run_mlp(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def run_mlp(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
     """The second half of a TransformerLayer, whatever its `mlp` is."""
-    out: Tensor = layer._forward_mlp(hidden_states, padding_mask=arguments.get("padding_mask"))
-    return out
+
+    def own() -> Any:
+        return layer._forward_mlp(hidden_states, padding_mask=arguments.get("padding_mask"))
+
+    return _run_half(layer, hidden_states, arguments, own, _forward_attention=_no_attention)
+
+
+def in_mlp(run: Run) -> Run:
+    """A part of that half. The last tensor that it takes entered the half."""
+
+    def run_there(layer: Any, before: Any, arguments: Mapping[str, Any]) -> Any:
+        def own(*_: Any, **__: Any) -> Outputs:
+            return run(layer, before, arguments)
+
+        entered = before if isinstance(before, Tensor) else before[-1]
+        return _run_half(layer, entered, arguments, own, _forward_attention=_no_attention, _forward_mlp=own)
+
+    return run_there
 
 
 def experts_of(layer: nn.Module) -> Any:

@@ -31,15 +31,22 @@ from megagraph.megatron.scopes.moe import (
     read_by_routers,
     unsupported_routing,
 )
-from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP, LayerPart, is_mamba, run_layer
+from megagraph.megatron.scopes.parts import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    LayerPart,
+    Run,
+    is_mamba,
+    run_layer,
+    why_not_halved,
+)
 from megagraph.megatron.seams import ROUTING
 
 __all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
 
 PARTS: Sequence[LayerPart] = (ATTENTION, MLP, MAMBA, EXPERTS)
 
-# From what the step before has handed on to what this one does.
-Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -102,6 +109,14 @@ class BlockPlan:
     def specs(self) -> list[SiteSpec]:
         """The sites among the steps."""
         return [step.step for step in self.steps if isinstance(step.step, SiteSpec)]
+
+    @property
+    def why_eager(self) -> Why | None:
+        """Why no layer can have a graph, of the first one; None if some may."""
+        if {*self.refused} != {*range(len(self.specs))}:
+            return None
+        (reason, why), name = self.refused[0], self.specs[0].name
+        return reason, f"no layer of it can be graphed; {name}: {why}"
 
     def layers(self) -> list[nn.Module]:
         """The layers that still exist."""
@@ -291,10 +306,6 @@ def _in_turn(runs: Sequence[Run]) -> Run:
 
 def _unsupported(layer: nn.Module, parts: Sequence[LayerPart], is_split: bool) -> str | None:
     """Why a layer cannot run some parts in graphs, apart from the rest if it is split; or None."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    forward = getattr(layer.forward, "__func__", layer.forward)
-    if not is_split or (isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward):
-        return next((why for part in parts if (why := part.check(layer)) is not None), None)
-    name = getattr(forward, "__qualname__", repr(forward))
-    return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"
+    if is_split and (why := why_not_halved(layer)) is not None:
+        return why
+    return next((why for part in parts if (why := part.check(layer)) is not None), None)

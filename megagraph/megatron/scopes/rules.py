@@ -3,7 +3,7 @@
 
 The rules R7 to R19 are those that Megatron has for its own graphs, and checks only where these are switched
 on; M1 to M3 are ours alone. Ours are switched on elsewhere, so that each is checked here, when a model is
-first seen. docs/scopes.md has them as a table, with R13, by which a plan leaves single layers out, and those
+first seen. docs/scopes.md has them as a table, with R13, which is `legal_scopes()`, and those
 about `cuda_graph_impl`, which must be `none`; an error says so (`check_graph_options()`).
 """
 
@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from megagraph.decide.reasons import EagerReason, Why
-from megagraph.megatron.scopes.moe import EXPERTS, has_grouped, recomputes
-from megagraph.megatron.scopes.parts import MLP
+from megagraph.log import log
+from megagraph.megatron.scopes.moe import EXPERTS, ROUTER, has_grouped, recomputes
+from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP
 from megagraph.megatron.seams import replaced_choice
 
-__all__ = ["broken_rule"]
+__all__ = ["broken_rule", "legal_scopes"]
 
 _NAMED, _RECOMPUTED = "cuda_graph_modules", "recompute_modules"
 
@@ -37,6 +38,21 @@ def broken_rule(config: Any, scopes: Collection[str], layers: Sequence[nn.Module
         reason = EagerReason.RECOMPUTING if name == "R14" else EagerReason.SCOPE_UNSUPPORTED
         return reason, f"{why} ({name})"
     return None
+
+
+def legal_scopes(config: Any, layers: Sequence[nn.Module]) -> Sequence[str]:
+    """What is graphed if nobody names anything: whole layers, which nothing says, unless experts would wait.
+
+    Then it is all but these, as far as that is legal.
+    """
+    waiting = [layer for layer in layers if EXPERTS.is_in(layer) and not has_grouped(layer)]
+    named = [part.name for part in (ATTENTION, MLP, MAMBA) if any(map(part.is_in, layers))]
+    may_route = all(ROUTER.check(layer) is None for layer in waiting)
+    for scopes in ([*named, ROUTER.name], named) if may_route else (named,):
+        if waiting and scopes and broken_rule(config, scopes, layers) is None:
+            log.info("experts wait for the device, so that %s are graphed", ", ".join(scopes))
+            return scopes
+    return ()
 
 
 def _of_scopes(config: Any, scopes: Collection[str], layers: Sequence[nn.Module]) -> Broken:
