@@ -117,7 +117,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
-    if megatron_core_version() is not None:
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and megatron_core_version() is not None:
         import_core()
 
 

@@ -4,7 +4,6 @@
 import importlib
 import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -203,16 +202,15 @@ def test_results_are_shown_without_being_measured(
     assert rows[2:] == [figure.name for figure in read_result(RESULTS / "memory.json").figures]
 
 
-def test_an_unknown_name_ends_with_2(call: Callable[..., int], capsys: Any) -> None:
+def test_an_unknown_name_and_a_machine_without_a_gpu_end_with_2(
+    call: Callable[..., int], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         call("training", "fastest")
     assert f"expected one of {', '.join(command.NAMES)}, got 'fastest'" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_the_process_ends_with_2_without_a_gpu() -> None:
-    run = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and "need a GPU; none is here" in run.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call() == 2
+    assert "need a GPU; none is here" in capsys.readouterr().err
 
 
 # -- processes, pairs and rivals -------------------------------------------------------------------
@@ -246,12 +244,11 @@ def test_a_process_answers_with_what_its_part_does_or_why_it_failed(
     program += "PARTS = {how: partial(measure, how) for how in ('well', 'fail', 'exit', 'hang')}\n"
     Path(tmp_path, "program.py").write_text(program)
     assert children.measure_part("program", "well") == {"b": 2}
-    assert children.try_part("program", "fail") == {"error": "ValueError: no"}
     assert children.try_part("program", "exit") == {"error": "ended with 1: SystemExit: gone"}
-    with pytest.raises(RuntimeError, match="program fail: ValueError: no"):
+    with pytest.raises(RuntimeError, match=r"^program fail: ValueError: no$"):
         children.measure_part("program", "fail")
     start = time.monotonic()
-    assert "took over 3 s" in children.try_part("program", "hang", timeout=3)["error"]
+    assert "took over 0.5 s" in children.try_part("program", "hang", timeout=0.5)["error"]
     assert time.monotonic() - start < 30
 
 
@@ -349,7 +346,7 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
 def test_eager_calls_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CALL_ROUNDS", "CALLS"):
         monkeypatch.setattr(costs, name, 2)
-    options = ModelOptions(layers=2, hidden=64, heads=2, max_tokens=256)
+    options = ModelOptions(layers=2, hidden=32, heads=2, max_tokens=64)
     monkeypatch.setattr(costs, "model_options", lambda *shape, **further: options)
     with megatron_on_cpu(), process_groups():
         answers = costs.measure_calls()

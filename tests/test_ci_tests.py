@@ -37,7 +37,9 @@ Suite = Callable[..., int]
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`.ci/tests`, for the folder of a test in place of the checkout."""
     module = load("tests")
+    module.PROCESSES = "1"  # type: ignore[attr-defined]
     monkeypatch.setattr(sys.modules["lanes"], "ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules["lanes"], "LOOK_SECONDS", 0.02)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for a quicker start
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
@@ -75,85 +77,70 @@ def flaky_lines(script: ModuleType) -> list[str]:
     return text.splitlines()[1:]
 
 
-def test_what_passes_alone_is_flaky_and_counted(
+def test_what_passes_alone_is_flaky_and_counted_and_a_process_that_is_killed_costs_its_own_test_only(
     run: Suite, script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tests = """
-def test_passes(): pass
 def test_accident(): assert not happens("an accident"), "it rained"
-"""
-    assert run(one=tests) == 0
-    (again,) = logs_of(tmp_path, "one-0-test_accident")
-    said = capfd.readouterr().out
-    assert f"FLAKY test_one.py::test_accident: failed in {tmp_path}/out/one.log, passed in {again}" in said
-    assert "it rained" in (tmp_path / "out" / "one.log").read_text()
-    assert "1 passed" in again.read_text()
-    assert flaky_lines(script) == [f"{datetime.date.today()} | test_one.py::test_accident | unknown"]
-
-
-def test_what_fails_again_is_a_failure_with_its_own_text(
-    run: Suite, script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(one="def test_fails(): assert 1 + 1 == 3, 'a sum'", other="def test_passes(): pass") == 1
-    said = capfd.readouterr().out
-    text = said.split("---- test_one.py::test_fails")[1].split("passed")[0]
-    assert "AssertionError: a sum" in text and "def test_fails()" in text
-    assert "test_one.py::test_fails: failed again" in said
-    assert len(logs_of(tmp_path, "one")) == 1 and flaky_lines(script) == []
-    closing = said.rstrip().splitlines()[-2:]
-    assert "1 failed" in closing[0] and "1 passed" in closing[1]
-
-
-def test_three_flaky_tests_are_a_failure(run: Suite, capfd: pytest.CaptureFixture[str]) -> None:
-    tests = "\n".join(f"def test_{name}(): assert not happens({name!r})" for name in "abc")
-    assert run(one=tests) == 1
-    assert "3 flaky tests: at most 2 in a run" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(("days", "code"), [(14, 0), (15, 1)])
-def test_who_is_flaky_for_long_is_a_failure(
-    run: Suite, script: ModuleType, capfd: pytest.CaptureFixture[str], days: int, code: int
-) -> None:
-    first = datetime.date.today() - datetime.timedelta(days=days)
-    lines = [
-        f"{first} | test_one.py::test_accident | a slow disk | or so",
-        f"{first} | test_two.py::test_x | unknown",
-    ]
-    with script.FLAKY_FILE.open("a", encoding="utf-8") as file:
-        file.write("\n".join([*lines, ""]))
-    assert run(one="def test_accident(): assert not happens('it')") == code
-    assert (f"test_one.py::test_accident: flaky since {first}" in capfd.readouterr().out) == bool(code)
-    assert flaky_lines(script) == lines
-
-
-def test_a_difference_of_bits_is_not_run_again(
-    run: Suite, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tests = """
-def test_bits():
-    if happens("a difference"):
-        raise BitsDiffer("steps[0].losses[1]: 1 of 8 entries differ")
-"""
-    assert run(one=tests) == 1
-    said = capfd.readouterr().out
-    assert "test_one.py::test_bits: bits differ, and so it did not run again" in said
-    assert "1 of 8 entries differ" in said and logs_of(tmp_path, "one") == []
-
-
-def test_a_process_that_is_killed_costs_its_own_test_only(
-    run: Suite, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tests = """
-def test_before(): pass
 def test_dies():
     if happens("a death"): os.kill(os.getpid(), 9)
 def test_behind(): pass
 """
     assert run(one=tests) == 0
+    (again,), (of_death,) = (logs_of(tmp_path, f"one-{it}") for it in ("0-test_accident", "1-test_dies"))
     said = capfd.readouterr().out
+    assert f"FLAKY test_one.py::test_accident: failed in {tmp_path}/out/one.log, passed in {again}" in said
     assert "FLAKY test_one.py::test_dies" in said
-    assert re.search("1 failed, [23] passed", said)  # the new process may run it once more
-    assert "1 passed" in logs_of(tmp_path, "one-0-test_dies")[0].read_text()
+    assert re.search("2 failed, [12] passed", said)  # the new process may run it once more
+    assert "it rained" in (tmp_path / "out" / "one.log").read_text()
+    assert "1 passed" in again.read_text() and "1 passed" in of_death.read_text()
+    names = ("accident", "dies")
+    assert flaky_lines(script) == [
+        f"{datetime.date.today()} | test_one.py::test_{it} | unknown" for it in names
+    ]
+
+
+def test_what_fails_again_is_a_failure_with_its_own_text_and_a_difference_of_bits_is_not_run_again(
+    run: Suite, script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tests = """
+def test_fails(): assert 1 + 1 == 3, 'a sum'
+def test_bits():
+    if happens("a difference"):
+        raise BitsDiffer("steps[0].losses[1]: 1 of 8 entries differ")
+"""
+    assert run(one=tests, other="def test_passes(): pass") == 1
+    said = capfd.readouterr().out
+    text = said.split("---- test_one.py::test_fails")[1].split("----")[0]
+    assert "AssertionError: a sum" in text and "def test_fails()" in text
+    assert "test_one.py::test_fails: failed again" in said
+    assert "test_one.py::test_bits: bits differ, and so it did not run again" in said
+    assert "1 of 8 entries differ" in said
+    assert len(logs_of(tmp_path, "one")) == 1 and flaky_lines(script) == []
+    closing = said.rstrip().splitlines()[-2:]
+    assert "2 failed" in closing[0] and "1 passed" in closing[1]
+
+
+def test_three_flaky_tests_are_a_failure(script: ModuleType) -> None:
+    assert script.too_flaky(["a", "b"]) == []
+    assert script.too_flaky(["a", "b", "c"]) == ["3 flaky tests: at most 2 in a run"]
+
+
+def test_who_is_flaky_for_long_is_a_failure(
+    run: Suite, script: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    today = datetime.date.today()
+    first, later = (today - datetime.timedelta(days=days) for days in (15, 14))
+    lines = [
+        f"{first} | test_one.py::test_accident | a slow disk | or so",
+        f"{later} | test_two.py::test_x | unknown",
+    ]
+    with script.FLAKY_FILE.open("a", encoding="utf-8") as file:
+        file.write("\n".join([*lines, ""]))
+    assert script.too_flaky(["test_two.py::test_x"]) == []
+    assert run(one="def test_accident(): assert not happens('it')") == 1
+    assert f"test_one.py::test_accident: flaky since {first}" in capfd.readouterr().out
+    assert flaky_lines(script) == lines
 
 
 def test_a_test_of_its_whole_file_runs_again_with_the_file(run: Suite, tmp_path: Path) -> None:
@@ -169,31 +156,22 @@ test_models_are_gone = gone
 
 
 def test_many_failures_are_no_accident(run: Suite, script: ModuleType, tmp_path: Path) -> None:
-    script.MOST_AGAIN = 2  # type: ignore[attr-defined]
-    tests = "\n".join(f"def test_{name}(): assert False" for name in "abcd")
-    assert run(one=tests) == 1
-    assert len(logs_of(tmp_path, "one")) == 2
+    script.MOST_AGAIN = 1  # type: ignore[attr-defined]
+    assert run(one="def test_a(): assert False\ndef test_b(): assert False") == 1
+    assert len(logs_of(tmp_path, "one")) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "lane one: pytest ended with 5"), ("import nothing_of_this_name", "No module named 'nothing_of")],
-)
-def test_a_lane_that_runs_nothing_is_a_failure(
-    run: Suite, capfd: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
+def test_a_lane_that_runs_nothing_is_a_failure(run: Suite, capfd: pytest.CaptureFixture[str]) -> None:
     """The others run all the same."""
-    assert run(one=text, other="def test_passes(): pass") == 1
+    assert run(one="", two="import nothing_of_this_name", other="def test_passes(): pass") == 1
     said = capfd.readouterr().out
-    assert message in said and "1 passed" in said
+    assert "lane one: pytest ended with 5" in said and "1 passed" in said
+    assert "No module named 'nothing_of" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["tests", "units"], "random, got units"),
-        ([], "--other-core: expected the folder of another megatron-core"),
-    ],
+    [(["tests", "units"], "random, got units"), ([], "--other-core: expected the folder of another")],
 )
 def test_bad_arguments_are_an_error(arguments: list[str], message: str) -> None:
     told = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)

@@ -11,17 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import (
-    PACKS,
-    TOKENS,
-    WIDTH,
-    Kind,
-    PackPair,
-    RunningBank,
-    canonical,
-    new_bank,
-    variant,
-)
+from bank_pair import PACKS, TOKENS, WIDTH, Kind, PackPair, RunningBank, canonical, new_bank, variant
 from offsets import offsets
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -104,11 +94,7 @@ def test_buffers_views_constants_and_what_comes_of_constants_are_no_error(device
         return {
             "factor": table,
             "params": Params(given["cu"]),
-            "views": (
-                given["cu"][1:],
-                given["mask"].view(2, -1),
-                torch.full((), torch.nan),
-            ),
+            "views": (given["cu"][1:], given["mask"].view(2, -1), torch.full((), torch.nan)),
             "others": {"rows": given["cu"].numel(), "name": "a name", "none": None, "made": table * 2},
             "of_a_constant": given["table"] + 1,
             "meta": torch.empty(3, device="meta"),

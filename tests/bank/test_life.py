@@ -17,11 +17,7 @@ from megagraph.decide.reasons import EagerReason
 
 State = _C.BankState
 
-ALLOWED = {
-    (State.WARM_UP, State.CAPTURING),
-    (State.CAPTURING, State.SEALED),
-    (State.SEALED, State.CAPTURING),
-}
+ALLOWED = {(State.WARM_UP, State.CAPTURING), (State.CAPTURING, State.SEALED), (State.SEALED, State.CAPTURING)}
 PATHS = {
     State.WARM_UP: [],
     State.CAPTURING: [State.CAPTURING],
@@ -32,12 +28,7 @@ PATHS = {
 
 def bank_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
     return _C.GraphBank(
-        torch.device("cpu"),
-        num_sites,
-        num_slots=num_slots,
-        pools=[],
-        poison=True,
-        run_eager_alike=None,
+        torch.device("cpu"), num_sites, num_slots=num_slots, pools=[], poison=True, run_eager_alike=None
     )
 
 

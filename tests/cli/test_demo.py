@@ -178,10 +178,7 @@ def test_packs_that_fit_no_capacity_end_with_3_and_name_the_option(
 
 
 def test_other_weights_are_found_in_the_first_step_and_end_with_1(
-    compare: Compare,
-    second_trainer: Callable[..., None],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    compare: Compare, second_trainer: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def perturb(trainer: Trainer) -> None:
         trainer.chunk.decoder.final_layernorm.weight.data[3] += 0.5

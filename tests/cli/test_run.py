@@ -187,12 +187,18 @@ def test_a_training_replays_and_its_report_is_shown_and_read(
     assert json.loads(capsys.readouterr().out) == [model]
 
 
-def test_the_module_shows_its_commands_without_megatron() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "megagraph", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
+def test_the_module_shows_its_commands_without_megatron_and_ends_as_they_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
     for words in ("usage: megagraph", "demo", "run a training script", "show the report"):
-        assert words in shown.stdout
+        assert words in said
+    command = [sys.executable, "-X", "importtime", "-m", "megagraph", "run", "gone.py"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 2 and shown.stdout == "" and "Traceback" not in shown.stderr
+    assert "megagraph run: expected a script, gone.py is no file" in shown.stderr.splitlines()
     assert re.search(r"\|\s+torch$", shown.stderr, re.MULTILINE)
     assert not re.search(r"\|\s+megatron\b", shown.stderr)
 

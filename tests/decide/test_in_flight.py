@@ -3,43 +3,14 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
 from megagraph.decide.dispatch import StageSchedule
 
 MOST_STAGES, MOST_CHUNKS, MOST_MICRO_BATCHES = 8, 4, 64
-
-
 Pass = tuple[bool, int, int]  # whether it is a forward, chunk, micro-batch
-
-
-class Pipeline(NamedTuple):
-    """What Megatron's functions of a schedule ask a communicator for."""
-
-    stages: int
-    stage: int
-    chunks: int
-
-    class Group(NamedTuple):
-        """Of the stages."""
-
-        of: "Pipeline"
-
-        def size(self) -> int:
-            return self.of.stages
-
-        def rank(self) -> int:
-            return self.of.stage
-
-    @property
-    def pp_group(self) -> "Pipeline.Group":
-        return Pipeline.Group(self)
-
-    @property
-    def virtual_pipeline_model_parallel_size(self) -> int | None:
-        return self.chunks if self.chunks > 1 else None
 
 
 def order_of_megatron(schedule: StageSchedule, count: int, *, forward_only: bool = False) -> list[Pass]:
@@ -47,9 +18,12 @@ def order_of_megatron(schedule: StageSchedule, count: int, *, forward_only: bool
     from megatron.core.pipeline_parallel import schedules
 
     group = schedule.group_size or schedule.stages
-    pipeline = Pipeline(schedule.stages, schedule.stage, schedule.chunks)
+    communicator = SimpleNamespace(
+        pp_group=SimpleNamespace(size=lambda: schedule.stages, rank=lambda: schedule.stage),
+        virtual_pipeline_model_parallel_size=schedule.chunks if schedule.chunks > 1 else None,
+    )
     total, _, warm_up, rest = schedules.get_pp_rank_microbatches(
-        count, schedule.chunks, group, forward_only, schedule.has_expert_overlap, pipeline
+        count, schedule.chunks, group, forward_only, schedule.has_expert_overlap, communicator
     )
     table = schedules.get_schedule_table(count, schedule.chunks, group)
     forwards = iter([(True, chunk, micro_batch) for micro_batch, chunk in table])

@@ -48,7 +48,7 @@ def trainer(
     """A model of two layers."""
     given = config or {}
     if adapters:
-        return rig.plain(prepare=adapt, config=given)
+        return rig.ModelTrainer(prepare=adapt, config=given)
     if engine:
         seed_streams()
     if not experts:

@@ -324,7 +324,6 @@ class ModelTrainer(Trainer):
         return {"metrics": metrics(), "counts": self.counts, "bias": bias, "logged": logged}
 
 
-plain = ModelTrainer
 HybridTrainer = partial(ModelTrainer, pattern=HYBRID_PATTERN)
 
 
@@ -407,7 +406,7 @@ Around = Callable[[Trainer, int], AbstractContextManager[None]]
 def train(
     plugin: GraphConfig | None,  # installed for this run alone; None for Megatron alone
     steps: Sequence[Sequence[Micro]],  # the micro-batches of each step
-    make: Make = plain,  # makes the trainer
+    make: Make = ModelTrainer,  # makes the trainer
     *,
     eager: bool = False,  # switch graphs off in every step
     evaluate_at: Collection[int] = (),  # the steps before which the first one's packs are evaluated
@@ -438,7 +437,7 @@ def train(
 
 def compare_runs(
     steps: Sequence[Sequence[Micro]],
-    make: Make = plain,
+    make: Make = ModelTrainer,
     plugin: dict[str, Any] | None = None,  # options of `graph_config()`
     *,
     tamper: Around = lambda trainer, index: nullcontext(),  # entered around each step of the graphed run
@@ -466,7 +465,7 @@ class Pair:
     Installs the plugin, unless it is.
     """
 
-    def __init__(self, make: Make = plain, **given: Any) -> None:
+    def __init__(self, make: Make = ModelTrainer, **given: Any) -> None:
         if installed_plugin() is None:
             megagraph.install(graph_config())
         self.eager, self.graphed = make(**given), make(**given)

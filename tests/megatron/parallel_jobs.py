@@ -112,7 +112,7 @@ def train_pair(
     *,
     make: rig.Make = model,  # makes each trainer
     steps_of: Callable[..., list[list[rig.Micro]]] = small_steps,  # makes the packs
-    num_steps: int = 4,  # to train
+    num_steps: int = 3,  # to train
     own_packs: bool = False,  # give each rank packs of its own
     misfits_on: int | None = None,  # the rank some of whose packs fit no capacity
     **options: Any,  # for `compare_runs()`

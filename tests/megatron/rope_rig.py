@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, Run, graph_config, plain, train
+from megatron_rig import CAPACITY, OPTIONS, Micro, ModelTrainer, Run, graph_config, train
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -79,7 +79,7 @@ def canonical_steps(
 def run(
     mode: str,
     steps: Sequence[Sequence[Micro]],
-    make: Callable[..., Trainer] = plain,
+    make: Callable[..., Trainer] = ModelTrainer,
     given: dict[str, Any] | None = None,  # to `make`
     **changes: Any,  # of the plugin's config
 ) -> Run:
@@ -89,7 +89,7 @@ def run(
 
 def three_modes(
     steps: Sequence[Sequence[Micro]],
-    make: Callable[..., Trainer] = plain,
+    make: Callable[..., Trainer] = ModelTrainer,
     capacities: Sequence[Capacity] = (CAPACITY,),
     **given: Any,
 ) -> dict[str, Run]:

@@ -13,11 +13,9 @@ from torch import Tensor
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="shows what the host decides, with Megatron on the CPU"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="shows what the host decides, with Megatron on the CPU"
+)
 MICRO = Micro(lengths=(9, 20, 11))
 PROMPT = 5
 

@@ -107,7 +107,8 @@ MODELS: dict[str, Options] = {
     "Transformer Engine": {"model": {"engine": True}},
 }
 MARKS = {"experts": both, "a tail that is a document": both, "Transformer Engine": engine}
-SAY_WHO_SHARES_THEM = ("gathered", "mla, heads exchanged", "experts", "Transformer Engine")
+# Other models of these: test_dynamic_context.py.
+SAY_WHO_SHARES_THEM = ("experts", "Transformer Engine")
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,5 @@ def attend_in_each() -> None:
         attend(comm_type, heads, lengths, tail)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_has_its_rows_of_the_whole(worlds: Worlds, ranks: int) -> None:
-    worlds.of(ranks).run(attend_in_each)
+def test_each_rank_has_its_rows_of_the_whole(world4: World) -> None:
+    world4.run(attend_in_each)

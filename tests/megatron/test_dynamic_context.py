@@ -97,7 +97,6 @@ TRAININGS: dict[str, Training] = {
     # As the config says who says how ranks share packs.
     "heads exchanged": two(cp_comm_type="a2a"),
     "MLPs": scoped("mlp"),
-    "halves": scoped("attn", "mlp"),
     "attention of MLA": scoped("attn", model={"mla": "plain, RoPE"}),
     "attention beside experts": scoped("attn", **OF_EXPERTS),
     "routers and what follows": scoped("attn", "moe_router", "moe_preprocess", **OF_EXPERTS),

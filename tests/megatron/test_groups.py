@@ -217,7 +217,7 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> Non
         assert after["graphs"] == 0
 
     prepare = partial(holds, how="attribute", group=first)
-    report = compared(partial(rig.plain, prepare=prepare, config=TENSOR_PARALLEL), replace, COMES_AT)
+    report = compared(partial(rig.ModelTrainer, prepare=prepare, config=TENSOR_PARALLEL), replace, COMES_AT)
     assert report["failures"] == [] and report["replays"] >= 2 * STEP_CALLS
 
 

@@ -181,7 +181,7 @@ def test_a_pack_that_ranks_cannot_share_is_megatrons_error_as_ever() -> None:
 def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(in_schedule: bool) -> None:
     """Bug outside of schedules: the block's output got as many rows on each rank as they have together."""
     megagraph.install(rig.graph_config())
-    trainer = rig.plain(
+    trainer = rig.ModelTrainer(
         heads=4, prepare=lambda chunk: setattr(chunk, "post_process", False), config=SHARED_ROWS
     )
 

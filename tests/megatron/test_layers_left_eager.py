@@ -152,9 +152,9 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: rig.Install) -
     def left(trainer: Trainer) -> list[Any]:
         return [rig.step(trainer, [micro]) for micro in (FULL, rig.ONE, rig.TWO)]
 
-    expected = left(rig.plain(layers=LAYERS))
+    expected = left(rig.ModelTrainer(layers=LAYERS))
     install()
-    trainer = rig.plain(layers=LAYERS)
+    trainer = rig.ModelTrainer(layers=LAYERS)
     for index in range(LAYERS):
         _breaks(trainer.chunk, index=index)
     rig.changes_output(_mlp(trainer.chunk), lambda out: rows.append(out.size(0)) or out)

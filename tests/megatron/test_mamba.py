@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from mamba_rig import Documented
-from megatron_rig import OPTIONS, Install, Pair, plain
+from megatron_rig import OPTIONS, Install, ModelTrainer, Pair
 from streams import seeded
 from torch import nn
 
@@ -39,7 +39,7 @@ def _kernels() -> None:
 
 
 def pair_of() -> Pair:
-    pair = Pair(seeded(plain), pattern=PATTERN, options=MODEL, **MIXER)
+    pair = Pair(seeded(ModelTrainer), pattern=PATTERN, options=MODEL, **MIXER)
     for trainer in pair.both:
         assert {type(layer.mixer).__name__ for layer in mamba_layers(trainer.chunk)} == {"MambaMixer"}
     return pair

@@ -61,7 +61,7 @@ def seen() -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "modules"), [*((rig.plain, it) for it in ((), "attn", "mlp")), (rig.HybridTrainer, ())]
+    ("make", "modules"), [*((rig.ModelTrainer, it) for it in ((), "attn", "mlp")), (rig.HybridTrainer, ())]
 )
 def test_masks_that_change_every_micro_batch_replay_with_eager_bits(make: rig.Make, modules: Any) -> None:
     if make is rig.HybridTrainer and seams.HYBRID_FORWARD.problem() is not None:
@@ -106,7 +106,7 @@ def test_eager_runs_the_mask_that_megatron_alone_runs(install: rig.Install) -> N
         return found[0]
 
     install(mode="eager")
-    trainer = rig.plain()
+    trainer = rig.ModelTrainer()
     packs = (TWO, FULL)  # Megatron alone takes no tail
     ours = [losses(micro) for micro in packs]
     megagraph.uninstall()
@@ -129,7 +129,7 @@ def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(
 
 def test_capacities_are_learned_from_packs_with_masks(install: rig.Install) -> None:
     install(capacities=(), cuda_graph_warmup_steps=2)
-    trainer = rig.plain()
+    trainer = rig.ModelTrainer()
     rig.step(trainer, [TWO, FULL], times=4)
     report = rig.report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 2 * 2 * rig.LAYERS} and report["failures"] == []
@@ -211,7 +211,7 @@ def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
     with mock.patch.object(TransformerBlock, "forward", forward):
         install(mode=mode)
         try:
-            trainer = rig.plain()
+            trainer = rig.ModelTrainer()
             rig.step(trainer, [FULL, PLAIN, micro], update=False, times=3)
             before, changes = rig.report_of(trainer), True
             if whose == "hook":
@@ -245,7 +245,7 @@ class FloatMask(rig.Micro):
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: rig.Install, mode: str) -> None:
     install(mode=mode)
-    trainer = rig.plain()
+    trainer = rig.ModelTrainer()
     wanted = rig.step(trainer, [FULL], update=False, times=3)
     found = rig.step(trainer, [FloatMask(**vars(FULL))], update=False)
     assert_same_bits(wanted.losses, found.losses)

@@ -25,10 +25,7 @@ sys.path.append(str(ROOT))  # benchmarks are not installed
 
 from benchmarks.measuring.results import Figure, publish  # noqa: E402
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.gpu,
-]
+pytestmark = [pytest.mark.soak, pytest.mark.gpu]
 ITERATIONS, HALF = 100, 50
 MANY_ITERATIONS = 1000  # of a small model
 TIMEOUT_SECONDS = 300

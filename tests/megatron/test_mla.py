@@ -321,6 +321,7 @@ def test_two_ranks_that_share_layers_of_transformer_engine(world2: World, sequen
         tensor_parallel=2,
         make=partial(MlaTrainer, kind="low rank, YaRN", transformer_engine=True),
         config={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
+        num_steps=4,
     )
     for report in reports:
         # Its first call leaves a module in another state, which ranks tell each other of between steps.

@@ -12,7 +12,7 @@ import moe_rig
 import pytest
 from context_models import mla_experts
 from mamba_rig import Documented, mamba, mamba_experts
-from megatron_rig import LAYERS, ON_GPU, HybridTrainer, Micro, Run, compare_runs, plain, steps_of
+from megatron_rig import LAYERS, ON_GPU, HybridTrainer, Micro, ModelTrainer, Run, compare_runs, steps_of
 from mla_rig import KINDS, MlaTrainer
 from moe_rig import ATTENTION, BIASED, PERMUTATION, ROUTERS, WAYS, ExpertTrainer, recompute
 from moe_rig import GROUPED_EXPERTS as GROUPED
@@ -63,18 +63,18 @@ def add(table: dict[str, Row], name: str, row: Row) -> None:
 # -- dense layers ------------------------------------------------------------------------------------
 
 for scopes, ddp in zip(HALVES, (BUCKETS, {}, BUCKETS), strict=True):
-    add(TABLE, "buckets" if ddp else "dense", Row(plain, {"ddp": ddp}, scopes))
+    add(TABLE, "buckets" if ddp else "dense", Row(ModelTrainer, {"ddp": ddp}, scopes))
 # Megatron's recompute of an MLP hands out its bias, whose gradient it then looks for for ever.
 for scopes, other in ((("attn",), "mlp"), (("mlp",), "core_attn")):
     given = recompute(other, add_bias_linear=False)
-    add(TABLE, "under recompute of the other half", Row(plain, given, scopes))
-add(TABLE, "query groups", Row(plain, {"query_groups": 2, "heads": 4}))
+    add(TABLE, "under recompute of the other half", Row(ModelTrainer, given, scopes))
+add(TABLE, "query groups", Row(ModelTrainer, {"query_groups": 2, "heads": 4}))
 for normalization, is_centered in itertools.product(("LayerNorm", "RMSNorm"), (False, True)):
     norms = {"normalization": normalization, "layernorm_zero_centered_gamma": is_centered}
     norms |= {"persist_layer_norm": True, "qk_layernorm": True}
-    add(TABLE, f"{normalization}, {is_centered=}", Row(plain, norms))
+    add(TABLE, f"{normalization}, {is_centered=}", Row(ModelTrainer, norms))
 for scopes, masks in (((), False), (("attn",), True)):
-    add(TABLE, "frequencies of each token", Row(plain, MROPE, scopes, masks=masks, packs=Pictures))
+    add(TABLE, "frequencies of each token", Row(ModelTrainer, MROPE, scopes, masks=masks, packs=Pictures))
 for kind in KINDS:
     add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, packs=Documented))
     given = {"kind": kind, "pattern": "+-+-"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Micro, Step, plain, step
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Micro, ModelTrainer, Step, step
 from same_bits import assert_same_bits
 from torch import distributed, nn
 from worlds import on_ranks
@@ -99,7 +99,7 @@ def test_training_keeps_the_bits_and_the_checkpoints_of_cores_norm(
 
 
 def test_a_zero_centred_model_begins_as_the_plain_one() -> None:
-    assert_same_bits(*(step(plain(layernorm_zero_centered_gamma=it), [ONE]) for it in (False, True)))
+    assert_same_bits(*(step(ModelTrainer(layernorm_zero_centered_gamma=it), [ONE]) for it in (False, True)))
 
 
 def test_the_norm_takes_sequence_parallelism_where_cores_refuses_it() -> None:
@@ -121,7 +121,7 @@ def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism() -> No
     def left_of_step(sequence_parallel: bool) -> Step:
         sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
         micros = [Micro(lengths=(9, 21)), Micro(lengths=(3, 30, 7), seed=1)]
-        return step(plain(**sizes, qk_layernorm=True), micros, update=False)
+        return step(ModelTrainer(**sizes, qk_layernorm=True), micros, update=False)
 
     shared, whole = left_of_step(True), left_of_step(False)
     # On a GPU the model computes in bfloat16, and the two ways add up in another order.

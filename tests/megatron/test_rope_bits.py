@@ -28,8 +28,8 @@ from megatron_rig import (
     HybridTrainer,
     Install,
     Micro,
+    ModelTrainer,
     Pair,
-    plain,
     step,
 )
 from moe_rig import ExpertTrainer
@@ -173,7 +173,7 @@ def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Install) ->
     steps = canonical_steps(CAPACITY, 2)
     off = run("off", steps, given={"prepare": bypass})
     install()
-    trainer = plain(prepare=bypass)
+    trainer = ModelTrainer(prepare=bypass)
     for index, micros in enumerate(steps):
         assert_same_bits(off.steps[index], step(trainer, micros))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, LAYERS, Install, Micro, Pair, plain, report_of, step
+from megatron_rig import CAPACITY, LAYERS, Install, Micro, ModelTrainer, Pair, report_of, step
 from torch import Tensor
 
 import megagraph
@@ -74,7 +74,7 @@ def test_a_layer_that_reads_seq_idx_has_the_bits_of_eager() -> None:
 
 def test_valid_rows_have_the_losses_of_an_unpatched_run(install: Install) -> None:
     def losses() -> list[list[Tensor]]:
-        trainer = plain(spec=layer_by_document())
+        trainer = ModelTrainer(spec=layer_by_document())
         return [step(trainer, PACKS[:2]).losses for _ in range(4)]  # Megatron's RoPE takes no tail
 
     unpatched = losses()
@@ -116,7 +116,7 @@ def test_a_seq_idx_that_cannot_be_staged_runs_as_given(trainer: Trainer, seq_idx
 def test_the_rows_past_a_pack_are_no_documents(install: Install) -> None:
     """They have the number after the last one that the capacity holds."""
     install(mode="eager")
-    trainer = plain()
+    trainer = ModelTrainer()
     seen: list[Tensor] = []
 
     def look(_layer: Any, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
         "hidden_dropout": dropout,
     }
     job, make = parallel_jobs.train_pair, parallel_jobs.of_engine
-    reports = world2.run(job, tensor_parallel=2, make=make, config=transformer)
+    reports = world2.run(job, tensor_parallel=2, make=make, config=transformer, num_steps=4)
     for report in reports:
         assert report["failures"] == []
         # Its first call leaves a module in another state, which ranks tell each other of between steps.

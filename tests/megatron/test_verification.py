@@ -43,7 +43,7 @@ def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
 
 def test_without_verification_it_would_replay(install: rig.Install) -> None:
     install(verify="off")
-    trainer = rig.plain(prepare=_baked)
+    trainer = rig.ModelTrainer(prepare=_baked)
     rig.step(trainer, [rig.ONE, rig.TWO], times=3)
     report = rig.report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and report["replays"] == 2 * 2 * rig.LAYERS
@@ -60,7 +60,7 @@ def test_every_capacity_is_verified_on_a_micro_batch_of_its_own_or_its_graphs_ar
 
     def report_after(*micros: rig.Micro) -> dict[str, Any]:
         install(capacities=(SMALL, LARGE))
-        trainer = rig.plain()
+        trainer = rig.ModelTrainer()
         rig.step(trainer, micros, times=3)
         report = rig.report_of(trainer)
         megagraph.uninstall()

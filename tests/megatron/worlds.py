@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -51,6 +52,20 @@ def patience() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+@functools.cache
+def _device() -> Any:
+    return distributed.ProcessGroupGloo.create_device(interface="lo")
+
+
+class OnOneDevice(distributed.ProcessGroupGloo):
+    """A group on the device of all: for the end of one of its own, each group would wait 10 ms."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = self._Options()
+        options._devices, options._timeout = [_device()], timeout
+        super().__init__(store, rank, size, options)
+
+
 def _processes() -> Any:
     """Where ranks come from."""
     context = multiprocessing.get_context("forkserver")
@@ -64,7 +79,6 @@ def _processes() -> Any:
 def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> None:
     stacks = open(_stacks_of(stderr), "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read when an attention module is made
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it with sequence parallelism
@@ -74,6 +88,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True
     torch.use_deterministic_algorithms(True)
+    distributed.distributed_c10d.ProcessGroupGloo = OnOneDevice
     # Or a rank that makes Megatron's groups and closes them breaks another that still connects to it.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     backend = "gloo"
