@@ -6,6 +6,7 @@ Does not decide which micro-batch replays, nor when to capture.
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -251,7 +252,8 @@ class Captures:
             return {"attention_mask": None, "packed_seq_params": params, **constants}
 
         freqs = self._dispatcher.freqs if key.by_token else None
-        return variant_spec(key, model, hidden, freqs, packs, self.valid_tokens, arguments, context)
+        spec = variant_spec(key, model, hidden, freqs, packs, self.valid_tokens, arguments)
+        return replace(spec, context=context)
 
     # -- what graphs rely on ----------------------------------------------------------------------
 

@@ -98,9 +98,9 @@ class LayerArguments(dict[VariantKey, Constants]):
         return self[key]
 
     def take(self, batch: MicroBatch, table: Any) -> bool:
-        """Has frequencies of its tokens staged, if a micro-batch's are; False if it does not take them."""
+        """Has frequencies of each token staged; False if the micro-batch's variant does not take them."""
         is_taken = batch.take_freqs(table)
-        if is_taken and batch.key.by_token and batch.key in self:
+        if is_taken and batch.key in self:
             self[batch.key]["rotary_pos_emb"] = table
         return is_taken
 

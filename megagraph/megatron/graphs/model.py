@@ -185,8 +185,8 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        is_mask_taken = not self.entries.are_megatrons or batch.take_mask(mask, hidden_states)
-        if not (is_mask_taken and self._arguments.take(batch, table)):
+        is_taken = not self.entries.are_megatrons or batch.take_mask(mask, hidden_states)
+        if not is_taken or (batch.key.by_token and not self._arguments.take(batch, table)):
             self.run_as_given(batch, table, hidden_states)
             return None
         if self.dispatcher.begin(batch):
@@ -278,7 +278,7 @@ class GraphedModel:
         changes.has_resumed = False
         if changes.reason is not None:
             return
-        if not self.captures.is_still_right():
+        if self.verifier.pending and not self.captures.is_still_right():
             return
         can_capture = self._rows is not None and bool(self.dispatcher.by_cp_size)
         if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):

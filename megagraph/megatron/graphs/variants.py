@@ -13,7 +13,6 @@ all their rows do. What asks for the end of this rank's rows reads offsets of it
 division: one more source of a micro-batch.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +50,6 @@ def variant_spec(
     packs: _C.CanonicalPacks,
     valid_tokens: Tensor,
     block_arguments: Callable[[Tensor, Tensor | None, Tensor | None], Mapping[str, Any]],
-    context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> VariantSpec:
     """Describes one variant of a model's block, for hidden states [T, 1, H] like those on the meta device.
 
@@ -126,5 +124,4 @@ def variant_spec(
         end_buffer=end_buffer if is_whole else None,
         fewer_rows=is_whole,
         arguments=arguments,
-        context=context,
     )

@@ -288,7 +288,8 @@ def _has_expected(
 ) -> bool:
     """Whether an overridden model hands to its block what the variant's layers are captured with."""
     constants = graphs.captures.arguments.get(batch.key)
-    if not graphs.captures.arguments.take(batch, kwargs.get("rotary_pos_emb")):
+    table = kwargs.get("rotary_pos_emb")
+    if batch.key.by_token and not graphs.captures.arguments.take(batch, table):
         return False
     further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
