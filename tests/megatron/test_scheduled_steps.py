@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of several ranks come to those that their schedule names, cut as attention expects them."""
 
-import dataclasses
 from collections.abc import Iterable
 from itertools import starmap
 from types import SimpleNamespace
@@ -118,7 +117,7 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
         with pytest.raises(ValueError, match=message):
             next(steps)
-    other = dataclasses.replace(limits, max_packed_seqs=4 + rank // 3)
+    other = limits.replace(max_packed_seqs=4 + rank // 3)
     steps = ScheduledSteps([on_device(one)], limits=other, groups=groups, config=CONFIG, device=device())
     with pytest.raises(ValueError, match=r"^max_packed_seqs: expected .*, got 4 on rank 0, .*, 5 on rank 3$"):
         next(steps)
