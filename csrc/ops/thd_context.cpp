@@ -2,8 +2,8 @@
 // Index maps of a pack that context-parallel ranks share: rows as they are gathered rank by rank,
 // to and from rows in the order of documents (thd_gathered_rows), and to and from the keys that one
 // rank's queries see (thd_context_keys). The former are int32 [2, T]: of each physical row its
-// gathered one, and back. The latter are offsets of the queries and of their keys, [2N + 1] each; of
-// each of K = T / 2c * (2c + 1) keys its gathered row; and of each gathered row its key for a
+// gathered one, and back. The latter are offsets of the queries and of their keys, [2N + 1] each;
+// of each of K = T / 2c * (2c + 1) keys its gathered row; and of each gathered row its key for a
 // document's first and second chunk, [2, T], K where there is none. Keys past the last offset are
 // those of any row.
 

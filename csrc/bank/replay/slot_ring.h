@@ -25,8 +25,8 @@
 // A communicator's worker (gloo's) wakes those who wait for it and lets go of what it has sent only
 // then. On a busy machine that takes milliseconds, in which the host may have come to the next
 // site. So a tensor that is in the way is waited for, up to kPatience: by a backward always, since
-// it would raise; by a forward unless somebody keeps such tensors on purpose, or always where graphs
-// hold collectives.
+// it would raise; by a forward unless somebody keeps such tensors on purpose, or always where
+// graphs hold collectives.
 #pragma once
 
 #include <atomic>
