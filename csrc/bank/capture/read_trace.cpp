@@ -33,6 +33,11 @@ const void* place_of(const at::Tensor& tensor) {
   return has_memory(tensor) ? tensor.const_data_ptr() : nullptr;
 }
 
+// The memory that an op was given.
+struct Given : at::ObserverContext {
+  std::unordered_set<const c10::StorageImpl*> memory;
+};
+
 template <typename Visit>
 void for_each_tensor(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {
@@ -49,20 +54,29 @@ void for_each_tensor(const c10::IValue& value, const Visit& visit) {
 std::unique_ptr<at::ObserverContext> ReadTrace::op_started(const at::RecordFunction& op) {
   const std::string name = op.name();
   const bool is_recorded = at::GradMode::is_enabled() && name != "aten::detach" && name != "detach";
+  auto given = std::make_unique<Given>();
   const std::lock_guard<std::recursive_mutex> lock(active_mutex);
   for (const c10::IValue& input : op.inputs()) {
     for_each_tensor(input, [&](const at::Tensor& tensor) {
       if (active != nullptr) active->note(tensor, is_recorded);
+      if (has_memory(tensor)) given->memory.insert(tensor.storage().unsafeGetStorageImpl());
     });
   }
-  return nullptr;
+  return given;
 }
 
-void ReadTrace::op_ended(const at::RecordFunction& op, at::ObserverContext*) {
+void ReadTrace::op_ended(const at::RecordFunction& op, at::ObserverContext* context) {
+  const auto& given = static_cast<const Given*>(context)->memory;
   const std::lock_guard<std::recursive_mutex> lock(active_mutex);
   for (const c10::IValue& output : op.outputs()) {
-    for_each_tensor(output, [](const at::Tensor& tensor) {
-      if (active != nullptr) active->meet(tensor, true);
+    for_each_tensor(output, [&](const at::Tensor& tensor) {
+      if (active == nullptr || !has_memory(tensor)) return;
+      c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+      // Ops inside of it, as hooks of saved tensors run, may have been given the output before.
+      if (given.count(storage) == 0) {
+        active->memory_.insert_or_assign(storage,
+                                         Memory{tensor.storage().getWeakStorageImpl(), true});
+      }
     });
   }
 }
