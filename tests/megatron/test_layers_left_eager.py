@@ -86,6 +86,8 @@ CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
 }
 
 
+# A checkpoint in a warm-up reaches the adapter's accumulator, which DDP keeps, from another stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("what", CASES)
 def test_a_layer_that_cannot_be_graphed_stays_eager_and_the_rest_replays(
     what: str, caplog: pytest.LogCaptureFixture

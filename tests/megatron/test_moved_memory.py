@@ -172,14 +172,11 @@ def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_table_that_no_module_has_is_captured_anew_where_another_takes_its_place(in_place: bool) -> None:
     """Bug: a graph read it by its address, which nobody watched or kept alive."""
-    tables: list[list[Tensor]] = []
-
-    def scaled(model: Any) -> None:
-        held = [torch.linspace(0.5, 1.5, rig.OPTIONS.hidden, device=next(model.parameters()).device)]
-        rig.changes_output(model.decoder.layers[1].mlp, lambda out: out * held[0])
-        tables.append(held)
-
-    pair = rig.Pair(prepare=scaled)
+    pair, tables = rig.Pair(), []
+    for trainer in pair.both:
+        mlp = trainer.chunk.decoder.layers[1].mlp
+        tables.append([torch.linspace(0.5, 1.5, rig.OPTIONS.hidden).to(mlp.linear_fc1.weight)])
+        rig.changes_output(mlp, lambda out, held=tables[-1]: out * held[0])
     pair.step(rig.ONE, rig.TWO, times=3)
     for held in tables:
         if in_place:

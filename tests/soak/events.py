@@ -167,8 +167,9 @@ def trains_in_evaluation_mode(trainer: Any, micros: list[rig.Micro], _how: None)
 
 @step(of_ranks=False)
 def trains_in_a_thread(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+    is_eager = megagraph.is_cuda_graph_skipped()  # on this thread alone
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(rig.step, trainer, micros).result()
+        return pool.submit(rig.step, trainer, micros, eager=is_eager).result()
 
 
 class Broken(Exception):
