@@ -280,7 +280,9 @@ class GraphedModel:
             return
         if self.verifier.pending and not self.captures.is_still_right():
             return
-        can_capture = self._rows is not None and bool(self.dispatcher.by_cp_size)
+        # Somebody's hooks of saved tensors, or modes, would be part of the capture.
+        is_alone = self.captures.bank.reason_before_step(training=True, look_at_grads=False) is None
+        can_capture = is_alone and self._rows is not None and bool(self.dispatcher.by_cp_size)
         if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
             self._capture(kinds)
 
