@@ -199,7 +199,8 @@ def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
         rows, dim = kwargs["hidden_states"].size(0), kwargs["rotary_pos_emb"].size(-1)
         if route == "mask inside":
             return args, {**kwargs, "padding_mask": no_mask.new_zeros(1, rows)}
-        return args, {**kwargs, "rotary_pos_emb": no_mask.new_ones(rows, 1, 1, dim)}
+        more = int(route == "table inside")  # or it would have a row for each token
+        return args, {**kwargs, "rotary_pos_emb": no_mask.new_ones(rows + more, 1, 1, dim)}
 
     if route.endswith("inside"):
         trainer.chunk.decoder.register_forward_pre_hook(inside, with_kwargs=True)
@@ -221,6 +222,14 @@ def test_a_pack_that_runs_as_given_has_as_many_rows(
     name = "NO_PACK_METADATA" if route == "no pack" else "SIGNATURE_CHANGED"
     with pytest.raises(RuntimeError, match=rf"take 64 rows from each.* one of 29 that .* \({name}\)"):
         _run_as_given(trainer, route, Micro(lengths=(9, 20)))
+
+
+def test_frequencies_of_each_token_are_padded_as_packs_are(make: Callable[..., ExpertTrainer]) -> None:
+    trainer = make(FEW)
+    _run_as_given(trainer, "frequencies inside", Micro(lengths=(30, 34)))  # shows what they are
+    _run_as_given(trainer, "frequencies inside", Micro(lengths=(9, 20)))
+    (report,) = megagraph.reports()
+    assert {*report["eager"]} == {"WARMING_UP"}
 
 
 def test_a_pack_of_too_many_tokens_is_an_error(make: Callable[..., ExpertTrainer]) -> None:

@@ -407,16 +407,42 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
         )
 
 
-def test_a_model_whose_table_has_a_length_of_its_own_runs_as_it_was_given() -> None:
-    """As long as each pack here, whatever packs declare."""
+def _fix_rows(rows: int, model: Any) -> None:
+    scatter(model)
+    model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: rows
 
-    def fix(model: Any) -> None:
-        model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: 64
 
-    runs = three_modes(canonical_steps(HALF, COUNT), capacities=(HALF,), prepare=fix)
-    report = runs["graph"].report
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": (COUNT - 1) * 2 * LAYERS}
-    assert "expected a rotary table of max_seqlen, 32 rows, got 64" in report["failures"][0]
+@pytest.mark.parametrize(
+    ("rows", "eager", "failure"),
+    [
+        # Positions begin anew in each document, of a table that Megatron's rule does not foresee.
+        (
+            48,
+            {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": (COUNT - 1) * 2 * LAYERS},
+            "expected a rotary table of max_seqlen, 32 rows, got 48",
+        ),
+        # As long as each pack here: positions go on, so that each token has a row.
+        (64, {"WARMING_UP": 2 * LAYERS}, ""),
+    ],
+)
+def test_a_table_may_have_a_length_of_its_own(rows: int, eager: dict[str, int], failure: str) -> None:
+    """Whatever packs declare."""
+
+    prepare = functools.partial(_fix_rows, rows)
+    report = three_modes(canonical_steps(HALF, COUNT), capacities=(HALF,), prepare=prepare)["graph"].report
+    assert report["eager"] == eager
+    assert len(report["failures"]) == bool(failure) and failure in "".join(report["failures"])
+
+
+def test_packs_of_another_length_than_their_table_run_as_given_where_each_token_had_a_row() -> None:
+    """Positions begin anew in their documents."""
+
+    short = Declared(lengths=(20, 9), max_seqlen=20)
+    steps = [[*micros, short] for micros in canonical_steps(HALF, COUNT)]
+    given = {"prepare": functools.partial(_fix_rows, 64)}
+    off, graphed = (run(mode, steps, given=given, capacities=(HALF,)) for mode in ("off", "graph"))
+    assert_same_bits(off, graphed)
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": COUNT * LAYERS}
 
 
 def test_a_models_own_table_that_has_changed_is_still_its_own() -> None:
