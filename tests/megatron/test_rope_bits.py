@@ -287,6 +287,23 @@ def test_a_pair_of_frequencies_is_staged_as_one() -> None:
     assert report["eager"] == {"WARMING_UP": LAYERS} and report["replays"] == 3 * LAYERS
 
 
+def test_nothing_is_captured_until_frequencies_are_known() -> None:
+    """Bug: graphs without any were captured, and replayed for micro-batches that have some."""
+    pair, micros = Pair(**MROPE), [dataclasses.replace(micro, tail=0) for micro in PICTURES]
+
+    def ask_more(_model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**given, "extra_block_kwargs": {}}
+
+    hooks = [it.chunk.register_forward_pre_hook(ask_more, with_kwargs=True) for it in pair.both]
+    pair.step(*micros, times=2)
+    for hook in hooks:
+        hook.remove()
+    pair.step(*micros, times=2)
+    report = pair.report()
+    assert report["eager"] == {"SIGNATURE_CHANGED": 2 * 2 * LAYERS, "WARMING_UP": 2 * LAYERS}
+    assert report["failures"] == []
+
+
 def test_frequencies_past_the_pack_never_reach_a_result() -> None:
     """Those of rows past the last offset may be anything, in graphs and in eager."""
     pair = _pair(**MROPE)
