@@ -235,6 +235,10 @@ class ReadTrace(metaclass=_pybind11_type):
     def trainable(self, known: Sequence[Tensor]) -> Tensor | None:
         """The first that requires a gradient, among those that the call has read so far, but `known`."""
 
+    @staticmethod
+    def unseen(call: Callable[..., Any], *args: Any) -> Any:
+        """Calls something whose ops nobody is told: it reads what no graph does."""
+
     def keep(self, known: Sequence[Tensor]) -> None:
         """After the calls: holds the memory of what was read, lies elsewhere than `known`, and is there."""
 

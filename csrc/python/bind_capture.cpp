@@ -192,6 +192,13 @@ void bind_capture(py::module_& m) {
             return found.defined() ? std::optional(found) : std::nullopt;
           },
           py::arg("known"))
+      .def_static(
+          "unseen",
+          [](const py::function& call, const py::args& args) {
+            const at::DisableRecordFunctionGuard guard;
+            return call(*args);
+          },
+          py::arg("call"))
       .def("keep", &ReadTrace::keep, py::arg("known"))
       .def("has_moved", &ReadTrace::has_moved)
       .def("__len__", &ReadTrace::size);

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -380,6 +381,18 @@ def test_a_hosts_rope_is_refused_if_its_model_hands_out_tables(block: type | Non
     assert report["replays"] == 0 and {*report["eager"]} == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
     (failure,) = report["failures"]
     assert "in place of Megatron's RoPE is not supported yet" in failure
+
+
+@pytest.mark.usefixtures("swifts_rope")
+def test_packs_of_one_document_do_not_show_what_frequencies_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Which may be a table, too; so the model stays eager, and says so once."""
+    pair = host_pair(PerTokenModel)
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        pair.step(Micro(lengths=(29,)), times=25)
+    assert caplog.text.count("until a pack of several documents shows") == 2  # models
+    assert pair.report()["eager"] == {"WARMING_UP": 25 * LAYERS}
+    pair.step(Micro(lengths=(9, 20)), times=3)
+    assert pair.report()["replays"] == LAYERS
 
 
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -24,6 +24,8 @@ from megagraph.megatron.watch import weakly
 
 __all__ = ["Doors", "Entries", "is_ours", "names_of"]
 
+_PATIENCE = 20  # steps without a call that shows what is awaited until that is said
+
 
 def is_ours(module: nn.Module) -> bool:
     """Whether a call of a module runs Megatron's forward, wrapped by the plugin, with nothing around it."""
@@ -94,6 +96,7 @@ class Entries:
 
     def __init__(self, model: nn.Module) -> None:
         self.awaited = ""
+        self._waited = 0  # steps
         self.find_doors(model)
 
     def find_doors(self, model: nn.Module) -> None:
@@ -156,6 +159,13 @@ class Entries:
                 if not each.is_own:
                     self._tell(f"{each.called} is entered in place of {each.own}")
         self.are_settled = bool(failure) or (is_known and not self.awaited)
+        self._waited += bool(is_known and self.awaited)
+        if self._waited == _PATIENCE:
+            log.warning(
+                "runs eager until a pack of several documents shows whether rotary frequencies have a row "
+                "for each token; if they have none: %s",
+                self.awaited,
+            )
         for sentence in self._news:
             log.info(sentence)
         self._news.clear()

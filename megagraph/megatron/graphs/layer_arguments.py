@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph._C import MicroBatch
+from megagraph._C import MicroBatch, ReadTrace
 from megagraph.decide.dispatch import VariantKey
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
@@ -265,7 +265,9 @@ class MlaTables:
     def _shared(self, made: Any) -> Any:
         by_embedding = (answers for of_variant in self._answers.values() for answers in of_variant.values())
         distinct = {id(table): table for answers in by_embedding for table in answers.values()}
-        return next((known for known in distinct.values() if _are_equal(known, made)), made)
+        # The cache alone has what equals another one, and no graph reads that.
+        unseen = ReadTrace.unseen
+        return next((known for known in distinct.values() if unseen(_are_equal, known, made)), made)
 
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:
