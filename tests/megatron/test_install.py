@@ -285,6 +285,7 @@ def test_a_function_that_takes_any_name_is_wrapped_like_megatrons(monkeypatch: p
     monkeypatch.setattr(seam.owner(), seam.name, theirs)
     megagraph.install(graph_config())
     assert seam.function().__wrapped__ is theirs and seam.problem() is None
+    megagraph.uninstall()  # before theirs goes, or it would be put back for later tests
 
 
 def test_an_unknown_release_whose_seams_fit_is_tried_with_a_warning(
