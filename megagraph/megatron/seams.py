@@ -176,7 +176,6 @@ MLA_ATTENTION = Seam(_MLA, "MultiLatentAttention.forward", "hidden_states attent
 # What unfused RoPE calls, by name in its own module. Our op has the bits of the release's own.
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
 # Transformer Engine's, which Megatron's RoPE calls, whoever has imported that; None without one.
 FUSED_ROPE = Seam(_ROPE, "fused_apply_rotary_pos_emb_thd", "t cu_seqlens freqs cp_size cp_rank")
 ENGINE_ATTENTION = Seam(
