@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,8 @@ class Campaign:
                 self._one(given)
         if self._options.json is not None:
             self._options.json.write_text(json.dumps(self._results(), indent=1) + "\n", encoding="utf-8")
-        print(f"{self._summary()}; failed: {self._failed or 'none'}")
+        ended = ", ".join(f"{count} {why}" for why, count in self._unfinished().items())
+        print(f"{self._summary()}; unfinished: {ended or 'none'}; failed: {self._failed or 'none'}")
         return int(bool(self._failed))
 
     def _seeds(self) -> None:
@@ -119,7 +121,12 @@ class Campaign:
         for _, it in self._outcomes:
             total.calls, total.replays = total.calls + it.calls, total.replays + it.replays
             total.done, total.eager = total.done + it.done, total.eager + it.eager
+            total.seconds += it.seconds
         return total
+
+    def _unfinished(self) -> Counter[str]:
+        """Scenarios that ended before their last event and are no failure, by what ended them."""
+        return Counter(str(it.failure) for _, it in self._outcomes if it.failure and not it.has_failed)
 
     def _summary(self) -> str:
         total = self._total()
@@ -129,4 +136,5 @@ class Campaign:
     def _results(self) -> dict[str, object]:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         each = [{"seed": it.seed, "kind": it.kind, **vars(outcome)} for it, outcome in self._outcomes]
-        return {"torch": torch.__version__, "device": device, **vars(self._total()), "scenarios": each}
+        total = {**vars(self._total()), "unfinished": self._unfinished()}
+        return {"torch": torch.__version__, "device": device, **total, "scenarios": each}
