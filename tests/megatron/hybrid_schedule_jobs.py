@@ -52,9 +52,10 @@ def _on_all_tensor_ranks(sample: Any) -> Any:
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return sample
-    sent = [sample]
+    # Over the CPU: tensors of another rank's GPU would stay there.
+    sent: list[Any] = [sample and {name: rows.cpu() for name, rows in sample.items()}]
     distributed.broadcast_object_list(sent, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
-    return sent[0]
+    return {name: rows.to(device()) for name, rows in sent[0].items()}
 
 
 def _cut(sample: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
