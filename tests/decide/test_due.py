@@ -122,19 +122,12 @@ def test_graphs_that_record_gradients_go_and_the_others_stay(variants: DueVarian
 def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once(variants: DueVariants) -> None:
     run_step(variants, EVALUATION)
     named = []
-    for of_step in ([OTHER], [EVALUATION], [EVALUATION], [OTHER], [EVALUATION], [EVALUATION]):
+    for kind in (OTHER, *[EVALUATION] * 2, OTHER, *[EVALUATION] * 2):
         variants.due_in(1, grad_enabled=True)
-        for kind in of_step:
-            variants.note(kind)
+        variants.note(kind)
         named.append(variants.end_step())
     assert named == [set(), set(), set(), set(), {EVALUATION}, set()]
-
-
-def test_a_step_that_passed_nothing_over_names_nobody(variants: DueVariants) -> None:
-    run_step(variants, EVALUATION)
-    variants.due_in(1, grad_enabled=True)
-    variants.end_step()
-    for _ in range(4):
+    for _ in range(4):  # which pass nothing over
         variants.note(EVALUATION)
         assert not variants.end_step()
 

@@ -462,12 +462,14 @@ def compare_runs(
 class Pair:
     """Two models of the same weights in one process: one trains eager, the other with graphs.
 
-    Installs the plugin, unless it is.
+    Installs the plugin, unless it is, with options of `graph_config()`.
     """
 
-    def __init__(self, make: Make = ModelTrainer, **given: Any) -> None:
+    def __init__(
+        self, make: Make = ModelTrainer, *, plugin: dict[str, Any] | None = None, **given: Any
+    ) -> None:
         if installed_plugin() is None:
-            megagraph.install(graph_config())
+            megagraph.install(graph_config(**(plugin or {})))
         self.eager, self.graphed = make(**given), make(**given)
 
     @property

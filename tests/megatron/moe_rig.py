@@ -93,7 +93,6 @@ PADDED: dict[str, Config] = {
     "by position": {**PADS, "moe_token_drop_policy": "position"},
     "room for all": {**PADS, "moe_expert_capacity_factor": 2.0},
     BIASED: {**BIAS, **PADS},
-    "jitter": {**CASES["jitter"], **PADS},
     "gated shared experts": {**PADS, **GATED},
     "recomputed": recompute("core_attn", **BIAS, **PADS),
 }

@@ -127,15 +127,6 @@ def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(
     assert report["graphs"] == 2 * 2 * rig.LAYERS and report["verification"]["verified"] == 2
 
 
-def test_capacities_are_learned_from_packs_with_masks(install: rig.Install) -> None:
-    install(capacities=(), cuda_graph_warmup_steps=2)
-    trainer = rig.ModelTrainer()
-    rig.step(trainer, [TWO, FULL], times=4)
-    report = rig.report_of(trainer)
-    assert report["eager"] == {"WARMING_UP": 2 * 2 * rig.LAYERS} and report["failures"] == []
-    assert report["verification"]["verified"] > 0 and report["verification"]["unverified"] == 0
-
-
 def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(pair: rig.Pair) -> None:
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].register_forward_hook(lambda *unused: None)
@@ -177,12 +168,10 @@ CHANGED: dict[str, tuple[str, rig.Micro, Callable[[Any, rig.Micro], Any]]] = {
     "another dtype": ("hook", FULL, lambda mask, micro: mask.long()),
     "gone": ("hook", TWO, _none),
     "out of nowhere": ("hook", PLAIN, _every_third),
-    "out of nowhere, in a full pack": ("hook", UNMASKED, _every_third),
     "another": ("forward", FULL, _every_third),
     "none": ("forward", FULL, _none),
     "one more": ("forward", UNMASKED, _every_third),
     "another of a small pack": ("forward", SMALL, _every_third),
-    "none in a small pack": ("forward", SMALL, _none),
 }
 
 
@@ -233,25 +222,6 @@ def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
     torch.testing.assert_close(ours.losses, alone.losses)
 
 
-class FloatMask(rig.Micro):
-    """Its mask has another dtype."""
-
-    def padding_mask(self) -> Tensor:
-        mask = super().padding_mask()
-        assert mask is not None
-        return mask.float()
-
-
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: rig.Install, mode: str) -> None:
-    install(mode=mode)
-    trainer = rig.ModelTrainer()
-    wanted = rig.step(trainer, [FULL], update=False, times=3)
-    found = rig.step(trainer, [FloatMask(**vars(FULL))], update=False)
-    assert_same_bits(wanted.losses, found.losses)
-    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == rig.LAYERS
-
-
 class HandingModel(OwnModel):
     """Calls its decoder itself, and hands it the mask."""
 
@@ -265,10 +235,10 @@ class HandingModel(OwnModel):
 
 
 class HandingBlock(OwnBlock):
-    """Hands its layers a mask of its own."""
+    """Hands its second layer a mask of its own."""
 
     def further_arguments(self, index: int) -> dict[str, Any]:
-        return {"padding_mask": _every_third(None, FULL)}
+        return {"padding_mask": _every_third(None, FULL)} if index == 1 else {}
 
 
 HANDED = {"model": (HandingModel, None), "block": (GPTModel, HandingBlock)}
@@ -283,7 +253,9 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
     trainer = HostTrainer(*HANDED[whose])
     micro = FULL if whose == "model" else UNMASKED
     found = [rig.step(trainer, [micro], update=False) for _ in range(4)]
-    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] >= 2 * rig.LAYERS
+    report = rig.report_of(trainer)
+    assert report["eager"]["SIGNATURE_CHANGED"] >= (2 * rig.LAYERS if whose == "model" else 2)
+    assert report["replays"] == (0 if whose == "model" else 2)
     megagraph.uninstall()
     alone = rig.step(trainer, [micro], update=False)
     for left in found:
@@ -293,11 +265,10 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
 # -- other models and ranks ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2, tensor_parallel=2)
-def test_masks_on_two_tensor_parallel_ranks(sequence_parallel: bool) -> None:
+def test_masks_on_two_tensor_parallel_ranks() -> None:
     """Under sequence parallelism each rank has the mask of its rows."""
-    config = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    config = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     with mlps_that_read_masks() as seen:
         report = parallel_jobs.train_pair(
             steps_of=functools.partial(parallel_jobs.small_steps, masks=True), config=config

@@ -2,17 +2,15 @@
 """What a micro-batch carries through the block: rows of no document, there and back; a mask."""
 
 import dataclasses
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, forward, grads
+from megatron_rig import CAPACITY, LAYERS, Micro, Pair, Step, forward, grads
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-import megagraph
-from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.packs.ops import TailConvention
 
@@ -20,17 +18,16 @@ MICRO = Micro(lengths=(9, 20), tail=7)
 END = sum(MICRO.lengths)
 
 
-def _through_the_block(trainer: Trainer, filler: float, *, eager: bool) -> tuple[Tensor, Step]:
+def _through_the_block(trainer: Trainer, filler: float) -> tuple[Tensor, Step]:
     """One pass whose gradient is `filler` past the pack's end; what the block gave and what it left."""
     outputs: list[Tensor] = []
     handle = trainer.chunk.decoder.register_forward_hook(lambda _module, _args, out: outputs.append(out))
     trainer.zero_grad()
-    with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-        losses, _ = forward(trainer.model, MICRO, trainer.device)
-        (out,) = outputs
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
-        grad[END:] = filler
-        torch.autograd.backward(out, grad)
+    losses, _ = forward(trainer.model, MICRO, trainer.device)
+    (out,) = outputs
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    grad[END:] = filler
+    torch.autograd.backward(out, grad)
     handle.remove()
     left = Step(losses=[losses.detach()], grads=grads(trainer.chunk))
     return out.detach().clone(), left
@@ -46,13 +43,11 @@ def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_
         trainer.optimizer.reload_model_params()
     pair.step(MICRO, times=2)
     found = []
-    for trainer in pair.both:
-        for filler in (0.0, float("nan")):
-            out, left = _through_the_block(trainer, filler, eager=trainer is pair.eager)
-            assert out.shape[0] == MICRO.physical
-            assert out[:END].any() and torch.equal(out[END:], torch.zeros_like(out[END:]))
-            found.append((out, left))
-    for out, left in found[1:]:
+    for filler in (0.0, float("nan")):
+        found += pair.each(partial(_through_the_block, filler=filler))
+    for out, left in found:
+        assert out.shape[0] == MICRO.physical
+        assert out[:END].any() and torch.equal(out[END:], torch.zeros_like(out[END:]))
         assert torch.equal(out, found[0][0])
         assert_same_bits(left, found[0][1])
     assert pair.report()["replays"] == (1 + 2) * LAYERS
@@ -83,12 +78,10 @@ class _WithPenalty(nn.Module):
 @pytest.mark.parametrize("tail", TailConvention)
 @pytest.mark.parametrize("padded", [None, (12, 24)], ids=["plain", "padded"])
 def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(
-    install: Install, tail: TailConvention, padded: tuple[int, ...] | None
+    tail: TailConvention, padded: tuple[int, ...] | None
 ) -> None:
     """Bug: with `empty-dummy` graphs took the end of the buffer for the pack's."""
-    longest = OPTIONS.max_tokens
-    install(tail=tail, capacities=(Capacity(tokens=longest, num_seqs=3, max_seqlen=longest),))
-    pair = Pair()
+    pair = Pair(plugin={"tail": tail, "capacities": (CAPACITY.replace(num_seqs=3),)})
     for trainer in pair.both:
         layer = trainer.chunk.decoder.layers[0]
         layer.input_layernorm = _WithPenalty(layer.input_layernorm)

@@ -4,7 +4,6 @@
 Models with real Mamba mixers, or of Transformer Engine: test_scope_cells.py.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +68,7 @@ for scopes, other in ((("attn",), "mlp"), (("mlp",), "core_attn")):
     given = recompute(other, add_bias_linear=False)
     add(TABLE, "under recompute of the other half", Row(ModelTrainer, given, scopes))
 add(TABLE, "query groups", Row(ModelTrainer, {"query_groups": 2, "heads": 4}))
-for normalization, is_centered in itertools.product(("LayerNorm", "RMSNorm"), (False, True)):
+for normalization, is_centered in (("LayerNorm", True), ("RMSNorm", False)):
     norms = {"normalization": normalization, "layernorm_zero_centered_gamma": is_centered}
     norms |= {"persist_layer_norm": True, "qk_layernorm": True}
     add(TABLE, f"{normalization}, {is_centered=}", Row(ModelTrainer, norms))
@@ -77,9 +76,9 @@ for scopes, masks in (((), False), (("attn",), True)):
     add(TABLE, "frequencies of each token", Row(ModelTrainer, MROPE, scopes, masks=masks, packs=Pictures))
 for kind in KINDS:
     add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, packs=Documented))
+for kind, scopes in (("low rank, YaRN", ("attn",)), ("plain, RoPE", ("attn", "mlp"))):
     given = {"kind": kind, "pattern": "+-+-"}
     add(HYBRIDS, f"hybrid, {kind}", Row(MlaTrainer, given, sites=4, runs=HAS_HYBRID))
-for kind, scopes in zip(("low rank, YaRN", "plain, RoPE", "plain, RoPE"), HALVES, strict=True):
     add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, scopes, packs=Documented))
 for kind, scopes in (("low rank, YaRN", ()), ("plain, YaRN", "attn")):
     fused = {"kind": kind, "config": {"apply_rope_fusion": True}}
@@ -132,32 +131,30 @@ def of_way(
 
 # Beside attention experts are eager, whatever they are; masks reach all of them.
 for way, with_masks, others in (
-    (ATTENTION, ("drop", BIASED), ("alltoall", "allgather", "drop and pad", "recomputed")),
+    (ATTENTION, ("drop", BIASED), ("allgather", "recomputed")),
     (
         ROUTERS,
         ("alltoall", "drop", BIASED),
         (
-            *("allgather", "drop and pad", "drop by position, allgather", "jitter"),
-            *("gated shared experts, allgather", "global loss, per token", "several losses"),
-            *("one expert, before the choice, in doubles", "groups, no losses"),
+            *("jitter", "gated shared experts, allgather", "several losses", "groups, no losses"),
+            *("one expert, before the choice, in doubles", "global loss, per token"),
         ),
     ),
     (
         PERMUTATION,
         (),
         (
-            *("alltoall", "allgather", "drop by position, allgather", "shared experts, overlapped", BIASED),
+            *("alltoall", "drop by position, allgather", "shared experts, overlapped", BIASED),
             *("gated shared experts, allgather", "drop and pad, shared experts", "global loss, per token"),
-            "one expert, before the choice, in doubles",
         ),
     ),
-    (PADDED, (), ("by position", "room for all", "jitter", "gated shared experts", "recomputed")),
+    (PADDED, (), ("by position", "room for all", "gated shared experts", "recomputed")),
     (
         GROUPED,
         ("top 2", BIASED),
         (
-            *("top 1", "swiglu", "fused swiglu", "gated shared experts, allgather", "jitter", "recomputed"),
-            *("global loss, per token", "gradients of their own"),
+            *("top 1", "swiglu", "fused swiglu", "gated shared experts, allgather", "recomputed"),
+            *("jitter", "global loss, per token", "gradients of their own"),
         ),
     ),
 ):
@@ -172,19 +169,18 @@ for scopes in (("attn", "moe_router"), ("moe_router",)):
     of_way(ROUTERS, "shared experts", ", recomputed", scopes, **recompute("shared_experts", "core_attn"))
 # Two layers of experts among dense ones.
 for way, case, scopes, sites in (
-    *((ATTENTION, "alltoall", it, sites) for it, sites in (("attn", 4), (("attn", "mlp"), 4), ("mlp", 2))),
+    *((ATTENTION, "alltoall", it, sites) for it, sites in ((("attn", "mlp"), 4), ("mlp", 2))),
     (ROUTERS, "gated shared experts, allgather", ("attn", "moe_router", "mlp"), 4),
     (ROUTERS, "gated shared experts, allgather", "moe_router", 2),
     (PERMUTATION, "shared experts", ("mlp", "moe_router", "moe_preprocess"), 4),
     (PERMUTATION, "drop and pad", ("mlp", "moe_router", "moe_preprocess"), 4),
     (PADDED, BIASED, ("attn", "moe", "mlp"), 4),
     (PADDED, BIASED, "moe", 2),
-    *((GROUPED, "shared experts", it, 4) for it in ((), ("mlp", "moe"), "attn", ("attn", "moe_router"))),
+    *((GROUPED, "shared experts", it, 4) for it in ((), ("mlp", "moe"), ("attn", "moe_router"))),
 ):
     of_way(way, case, ", among dense layers", scopes, sites, kinds="E-E-")
 # A layer with experts and a dense one.
 for kind, scopes, sites in (
-    ("plain, RoPE", "attn", 2),
     ("plain, RoPE", "moe_router", 1),
     ("plain, RoPE", ("attn", "mlp", "moe_router"), 2),
     ("low rank, YaRN", ("attn", "moe_router"), 2),
@@ -203,7 +199,7 @@ for name, given, scopes, masks in (
     ("experts", {"kinds": "EE"}, ("attn", "moe_router"), False),
     (BIASED, {"kinds": "EE", **moe_rig.BIAS}, "attn", True),
     ("drop and pad", {"kinds": "EE", **moe_rig.PADS}, ("attn", "moe"), False),
-    *((kind, {"mla": kind}, (), False) for kind in ("low rank, YaRN", "plain, RoPE")),
+    ("MLA", {"mla": "low rank, YaRN"}, (), False),
 ):
     runs = "mtp_detach_heads" not in given or HAS_DETACHED
     row = Row(prediction, given, scopes, LAYERS, masks, counts="logged", runs=runs)

@@ -98,16 +98,6 @@ def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_o
     ]
 
 
-def test_an_evaluation_that_training_steps_pass_over_is_none_of_those(
-    pair: rig.Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    pair.evaluate(rig.ONE)
-    pair.step(rig.ONE, times=5)
-    pair.evaluate(rig.TWO)
-    assert not caplog.messages
-    assert pair.report()["replays"] == (4 + 1) * rig.LAYERS
-
-
 @pytest.mark.parametrize(
     "contexts", [(torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)]
 )

@@ -40,18 +40,6 @@ def test_a_model_of_which_nothing_can_be_graphed_has_the_bits_of_an_unpatched_on
     ]
 
 
-@pytest.mark.parametrize("way", [ATTENTION, ROUTERS])
-def test_evaluation_between_steps_records_and_counts_nothing(install: rig.Install, way: str) -> None:
-    install(cuda_graph_modules=WAYS[way].scopes)
-    pair = rig.Pair(ExpertTrainer, **of(way, BIASED))
-    for micros in rig.steps_of(4):
-        pair.step(*micros)
-        pair.evaluate(*micros)
-        counts = [router.local_tokens_per_expert for it in pair.both for router in it.routers()]
-        assert not any(each.any() for each in (*counts, *rig.metrics().values()))
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * 3 * 2}
-
-
 # -- rows past a pack's end ------------------------------------------------------------------------
 
 
@@ -152,55 +140,31 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
 @pytest.mark.parametrize(
     ("way", "place"),
     [
-        (ATTENTION, "experts"),
         *((ROUTERS, place) for place in ("dispatch", "combine")),
         *((PERMUTATION, place) for place in ("dispatch", "experts")),
     ],
 )
-def test_an_error_leaves_the_next_step_right(install: rig.Install, way: str, place: str) -> None:
-    install(cuda_graph_modules=WAYS[way].scopes)
-    pair = rig.Pair(ExpertTrainer, **BIAS, **(moe_rig.PADS if way == PERMUTATION else {}))
+def test_an_error_leaves_the_next_step_right(way: str, place: str) -> None:
+    changes = {**BIAS, **(moe_rig.PADS if way == PERMUTATION else {})}
+    pair = rig.Pair(ExpertTrainer, plugin={"cuda_graph_modules": WAYS[way].scopes}, **changes)
     first, second, lost, *others = rig.steps_of(5)
     pair.train([first, second])
     for trainer in pair.both:
         where = f"megatron.core.transformer.moe.{moe_rig.PLACES[place]}"
         with mock.patch(where, moe_rig.lose), pytest.raises(OSError, match="lost"):
             rig.step(trainer, lost, eager=trainer is pair.eager)
-        assert trainer is pair.eager or way == ATTENTION or not moe_rig.tensors_of_calls(trainer)
+        assert trainer is pair.eager or not moe_rig.tensors_of_calls(trainer)
         rig.metrics()
-        for router in trainer.routers() if way != ATTENTION else ():
+        for router in trainer.routers():
             router.local_tokens_per_expert.zero_()
     # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
     report = pair.train(others)
     assert report["eager"] == WARM_UP and report["replays"] == 3 * 3 * 2 + 1
 
 
-REFUSED = {
-    "expert_tensor_parallel_size": (2, "each over several ranks"),
-    "moe_router_fusion": (True, "whose router is fused, and takes no padding mask"),
-    "mlp_chunks_for_training": (2, "in chunks, which are given no padding mask"),
-    "moe_router_load_balancing_type": ("sinkhorn", "whose routing looks at all rows"),
-}
-
-
 @pytest.fixture
 def trainer() -> ExpertTrainer:
     return ExpertTrainer()
-
-
-def assert_refused(trainer: ExpertTrainer, what: str) -> None:
-    """The model is refused in these words."""
-    assert rig.refused(trainer.chunk, trainer.model) == f"mixture of experts {what} is not supported yet"
-
-
-@pytest.mark.parametrize("option", REFUSED)
-def test_an_option_is_refused_by_name(
-    trainer: ExpertTrainer, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    value, name = REFUSED[option]
-    monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
-    assert_refused(trainer, f"{name} ({option}={value!r})")
 
 
 def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
@@ -218,7 +182,8 @@ def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
     ):
         megatrons, owner.__class__ = type(owner), own
         of = "(moe_token_dispatcher_type='alltoall')" if own is OwnDispatcher else own.__qualname__
-        assert_refused(trainer, f"{what} {of}")
+        said = f"mixture of experts {what} {of} is not supported yet"
+        assert rig.refused(trainer.chunk, trainer.model) == said
         owner.__class__ = megatrons
     assert refusal_of(trainer.chunk, trainer.model) is None
 
@@ -231,10 +196,6 @@ def test_which_experts_over_several_ranks_need_equal_rows(
     assert not need_equal_rows(config)
     monkeypatch.setattr(config, "expert_model_parallel_size", 2)
     assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
-    monkeypatch.setattr(config, "mtp_num_layers", 1)
-    what = "over several ranks that need equal rows, with multi-token prediction (mtp_num_layers=1)"
-    assert_refused(trainer, what)
-    monkeypatch.setattr(config, "mtp_num_layers", None)
     monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", False)
     assert not need_equal_rows(config)
     monkeypatch.setattr(config, "moe_token_dispatcher_type", "allgather")

@@ -43,19 +43,6 @@ def norms(trainer: Trainer) -> dict[str, type[nn.Module]]:
     return {name.split(".")[-1]: type(module) for name, module in modules if isinstance(module, kinds)}
 
 
-@cores_final_norm
-@each_qk
-def test_every_norm_of_a_layer_is_ours_and_the_block_spec_brings_the_final_one(qk_layernorm: bool) -> None:
-    config = {"qk_layernorm": qk_layernorm}
-    qk = {"q_layernorm": Norm, "k_layernorm": Norm} if qk_layernorm else {}
-    ours = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, **qk}
-    layer = Trainer(OPTIONS, config=config, spec=megagraph.get_gpt_layer_varlen_spec(**config))
-    assert norms(layer) == {**ours, "final_layernorm": nn.LayerNorm}
-    block = Trainer(OPTIONS, config=config, spec=block_spec(**config))
-    assert norms(block) == {**ours, "final_layernorm": Norm}
-    assert len(block.chunk.decoder.layers) == LAYERS
-
-
 def test_which_norms_of_queries_and_keys_are_ours() -> None:
     from megatron.core.transformer.torch_norm import L2Norm
 
@@ -83,23 +70,28 @@ def test_another_norm_of_the_local_spec_stays(monkeypatch: pytest.MonkeyPatch) -
 @cores_final_norm
 @each_kind
 @each_qk
-def test_training_keeps_the_bits_and_the_checkpoints_of_cores_norm(
+def test_every_norm_of_a_layer_is_ours_and_keeps_the_bits_and_the_checkpoints_of_cores(
     normalization: str, qk_layernorm: bool
 ) -> None:
+    """The block spec brings the final norm, too."""
     given = {"normalization": normalization, "qk_layernorm": qk_layernorm}
+    qk = {"q_layernorm": Norm, "k_layernorm": Norm} if qk_layernorm else {}
+    ours = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, **qk}
     left: list[list[Step]] = []
     names: list[list[str]] = []
-    for spec in (stock_spec(**given), megagraph.get_gpt_layer_varlen_spec(**given), block_spec(**given)):
+    for spec, final in (
+        (stock_spec(**given), None),
+        (megagraph.get_gpt_layer_varlen_spec(**given), getattr(nn, normalization)),
+        (block_spec(**given), Norm),
+    ):
         trainer = Trainer(OPTIONS, config=given, spec=spec)
+        assert final is None or norms(trainer) == {**ours, "final_layernorm": final}
+        assert len(trainer.chunk.decoder.layers) == LAYERS
         names.append(list(trainer.chunk.state_dict()))
         left.append([step(trainer, [ONE, TWO]) for _ in range(2)])
     assert names[0] == names[1] == names[2]
     for steps in left[1:]:
         assert_same_bits(left[0], steps)
-
-
-def test_a_zero_centred_model_begins_as_the_plain_one() -> None:
-    assert_same_bits(*(step(ModelTrainer(layernorm_zero_centered_gamma=it), [ONE]) for it in (False, True)))
 
 
 def test_the_norm_takes_sequence_parallelism_where_cores_refuses_it() -> None:

@@ -6,11 +6,24 @@ from typing import Any
 
 import parallel_jobs
 import pytest
-import torch
 from host_rig import only
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Pair, report_of, step
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    TWO,
+    Install,
+    Make,
+    Micro,
+    ModelTrainer,
+    Pair,
+    report_of,
+    step,
+    steps_of,
+)
+from moe_rig import PADS, ExpertTrainer
 from state_changes import halved
 
 import megagraph
@@ -22,10 +35,9 @@ from megagraph.megatron.scopes.plan import PARTS
 
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 def test_a_pack_that_does_not_fit_and_a_change_of_state_inside_the_graphed_half(
-    install: Install, scopes: Sequence[str]
+    scopes: Sequence[str],
 ) -> None:
-    install(cuda_graph_modules=scopes)
-    pair = Pair()
+    pair = Pair(plugin={"cuda_graph_modules": scopes})
     pair.step(ONE, TWO, times=3)
     pair.step(ONE, Micro(lengths=parallel_jobs.MISFIT))
     assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "TOO_MANY_SEQUENCES": LAYERS}
@@ -41,28 +53,31 @@ def test_a_pack_that_does_not_fit_and_a_change_of_state_inside_the_graphed_half(
         pair.step(ONE, TWO)
 
 
-def test_hooks_run_where_they_are_and_keep_only_their_site_eager(install: Install) -> None:
-    install(cuda_graph_modules="attn")
-    pair = Pair()
+BOTH = ("attn", "moe_router")
+
+
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(
+    ("make", "scopes", "where", "is_eager"),
+    [
+        (ModelTrainer, ("mlp",), "", True),
+        (ModelTrainer, ("attn",), "self_attention", True),
+        *((ExpertTrainer, BOTH, where, True) for where in ("mlp", "mlp.router")),
+        *((ExpertTrainer, scopes, "mlp.experts", scopes != BOTH) for scopes in (BOTH, ("attn", "moe"))),
+    ],
+)
+def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(
+    make: Make, scopes: Sequence[str], where: str, is_eager: bool
+) -> None:
+    """Beside the graph it runs."""
+    pair = Pair(make, plugin={"cuda_graph_modules": scopes}, **(PADS if "moe" in scopes else {}))
     seen: list[str] = []
     for trainer in pair.both:
-        first, second = trainer.chunk.decoder.layers
-        first.mlp.register_forward_hook(lambda *_: seen.append("mlp"))
-        second.self_attention.register_forward_hook(lambda *_: seen.append("attention"))
-    pair.step(ONE, TWO, times=4)
-    assert seen.count("mlp") == seen.count("attention") == 2 * 4 * 2
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 3 * 2}
-
-
-def test_a_hook_on_a_layer_whose_call_is_bypassed_keeps_its_half_eager(install: Install) -> None:
-    install(cuda_graph_modules="mlp")
-    pair = Pair()
-    seen: list[torch.Size] = []
-    for trainer in pair.both:
-        trainer.chunk.decoder.layers[1].register_forward_hook(lambda _m, _a, out: seen.append(out[0].shape))
-    pair.step(ONE, times=4)
-    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 3}
-    assert len(seen) == 2 * 4
+        module = trainer.chunk.decoder.layers[1].get_submodule(where)
+        module.register_forward_hook(lambda *_: seen.append(where))
+    report = pair.train([micro] for micro, *_others in steps_of(3))
+    assert report["eager"] == {"WARMING_UP": LAYERS, **({"FOREIGN_HOOK": 2} if is_eager else {})}
+    assert len(seen) == 2 * 3
 
 
 class Scaled(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
@@ -89,10 +104,9 @@ class Between(TransformerLayer):  # type: ignore[misc]  # megatron-core has no t
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
-def test_a_hosts_layer_is_split_inside_of_its_own_forward(install: Install, scopes: Sequence[str]) -> None:
+def test_a_hosts_layer_is_split_inside_of_its_own_forward(scopes: Sequence[str]) -> None:
     """Bug: its halves could not be told apart, because its forward was not Megatron's."""
-    install(cuda_graph_modules=scopes)
-    pair = Pair()
+    pair = Pair(plugin={"cuda_graph_modules": scopes})
     for trainer in pair.both:
         for layer in trainer.chunk.decoder.layers:
             layer.__class__ = Scaled
@@ -100,9 +114,8 @@ def test_a_hosts_layer_is_split_inside_of_its_own_forward(install: Install, scop
     assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS} and pair.report()["failures"] == []
 
 
-def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay(install: Install) -> None:
-    install(cuda_graph_modules="attn")
-    pair = Pair()
+def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:
+    pair = Pair(plugin={"cuda_graph_modules": "attn"})
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].__class__ = Between
     pair.step(ONE, TWO, times=3)
@@ -135,12 +148,9 @@ def test_every_option_has_a_half() -> None:
 
 
 @pytest.mark.parametrize("scope", ["attn", "mlp"])
-def test_a_forward_that_comes_back_to_a_layer_with_graphs_again_is_noticed(
-    scope: str, install: Install
-) -> None:
+def test_a_forward_that_comes_back_to_a_layer_with_graphs_again_is_noticed(scope: str) -> None:
     """Bug: the state of now was still known by what it was while the layer had no graph and did not count."""
-    install(cuda_graph_modules=scope)
-    pair = Pair()
+    pair = Pair(plugin={"cuda_graph_modules": scope})
     pair.step(ONE)
     layers = [trainer.chunk.decoder.layers[0] for trainer in pair.both]
     forwards = [halved(layer.forward) for layer in layers]

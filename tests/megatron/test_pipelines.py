@@ -41,15 +41,15 @@ def four(cut: Cut, **options: Any) -> Training:
     return 4, {"cut": cut, **options}
 
 
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 EMPTIED = {"transformer": {"deallocate_pipeline_outputs": True}}
 both = pytest.mark.both
 TRAININGS: dict[str, tuple[Any, Training]] = {
     # With packs that fill their capacity, whose output the schedule keeps over the next forward.
     "2 stages, outputs emptied once they are sent": (both, two(Cut(), **EMPTIED)),
     "2 stages of 2 chunks, outputs emptied once they are sent": (both, two(**EMPTIED)),
-    "2 stages of 2 chunks, groups of 3": (both, two(Cut(chunks=2, group_size=3))),
-    "MLA": (both, two(Cut(), transformer=mla_config("low rank, RoPE"))),
-    "four stages": (both, four(Cut(stages=4))),
+    "2 stages of 2 chunks, groups of 3": ((), two(Cut(chunks=2, group_size=3))),
+    "MLA": ((), two(Cut(), transformer=mla_config("low rank, RoPE"))),
     "two data-parallel ranks a stage": (both, four(Cut(), ddp=SHARDED)),
     "two data-parallel ranks a stage, aligned": ((), four(OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
     # The exchange of rows between experts' ranks is not in graphs.
@@ -58,6 +58,7 @@ TRAININGS: dict[str, tuple[Any, Training]] = {
     # Some micro-batches are shared by both ranks of a stage, and others by none.
     "packs of several sizes in flight": (both, four(OF_TWO_CHUNKS, cp_sizes=(1, 2))),
     "two tensor-parallel ranks a stage": (both, four(Cut(tensor_parallel=2))),
+    "stages of one layer and of three": ((), two(Cut(), layers=2, transformer=UNEVEN)),
     "packs of as many rows": ((), two(transformer={"variable_seq_lengths": False})),
     "embeddings of both ends shared": ((), two(shared_embeddings=True)),
 }
@@ -117,13 +118,6 @@ def test_a_number_of_slots_is_the_most_that_a_chunk_gets(world2: World, slots: i
             assert report["slots"] == report["most_in_flight"] == min(slots, report["schedule"])
             assert ("NO_FREE_SLOT" in report["eager"]) == (slots < report["schedule"])
             assert set(report["eager"]) <= {"WARMING_UP", "NO_FREE_SLOT"}
-
-
-def test_stages_of_one_layer_and_of_three(world2: World) -> None:
-    uneven = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
-    reports = world2.run(pipeline_jobs.train_pair, cut=Cut(), layers=2, transformer=uneven)
-    check(reports)
-    assert [report["layers"] for (report,) in reports] == [1, 3]
 
 
 def test_a_stage_without_layers_is_left_alone(world2: World) -> None:

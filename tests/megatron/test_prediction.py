@@ -16,7 +16,6 @@ from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.modules import Norm
 
 pytestmark = [pytest.mark.both, pytest.mark.usefixtures("experts")]
@@ -133,12 +132,13 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> N
     assert_same_bits(ours, rig.step(trainer, micros, update=False))
 
 
-def test_routers_that_record_do_so_in_prediction_as_well(install: rig.Install) -> None:
+def test_routers_that_record_do_so_in_prediction_as_well() -> None:
     """All of them see the rows that were given: the decoder's are shown these, the others have no more."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    install(cuda_graph_modules="attn")
-    pair = rig.Pair(prediction, kinds="EE", moe_enable_routing_replay=True)
+    pair = rig.Pair(
+        prediction, kinds="EE", moe_enable_routing_replay=True, plugin={"cuda_graph_modules": "attn"}
+    )
     replays = [
         [module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")]
         for trainer in pair.both
@@ -155,14 +155,6 @@ def test_routers_that_record_do_so_in_prediction_as_well(install: rig.Install) -
 
 
 # -- what is refused -------------------------------------------------------------------------------
-
-
-def test_sequence_parallelism_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prediction().chunk
-    assert refusal_of(model, None) is None
-    monkeypatch.setattr(model.config, "sequence_parallel", True)
-    name = "multi-token prediction with sequence parallelism (sequence_parallel=True)"
-    assert rig.refused(model) == f"{name} is not supported yet"
 
 
 def test_a_forward_of_a_hosts_own_is_refused_by_name(install: rig.Install) -> None:

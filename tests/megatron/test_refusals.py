@@ -4,14 +4,18 @@
 import copy
 import dataclasses
 import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import megatron_rig as rig
 import pytest
 import torch
+from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
+from test_prediction import prediction
 from torch import Tensor, nn
 
 import megagraph
@@ -22,17 +26,52 @@ from megagraph.modules import Norm
 pytestmark = pytest.mark.both
 
 
-_BY_CONFIG = {
-    "fp8": ("hybrid", "fp8"),
-    "fp4": ("e2m1", "fp4"),
-    "quant_recipe": ("recipe", "quantization by recipe"),
-    "use_kitchen": (True, "quantization by Kitchen"),
-    "num_moe_experts": (4, "mixture of experts in layers of a foreign kind"),
-    "cpu_offloading": (True, "CPU activation offload"),
-    "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
-    "overlap_moe_expert_parallel_comm": (True, "expert-parallel overlap"),
-    "qk_clip": (True, "clipping of attention's queries and keys"),
-    "log_max_attention_logit": (True, "logging of attention's largest logit"),
+MAKES: dict[str, Callable[[], Trainer]] = {
+    "dense": partial(Trainer, rig.OPTIONS),
+    "hybrid": rig.HybridTrainer,
+    "experts": ExpertTrainer,
+    "replayed": partial(ExpertTrainer, moe_enable_routing_replay=True),
+    "prediction": prediction,
+}
+PIPELINE, SHARED = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+IN_STAGE, IN_SHARE = "with pipeline parallelism", "with context parallelism"
+EQUAL_ROWS = {"expert_model_parallel_size": 2, "moe_pad_expert_input_to_capacity": True}
+SPREAD = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
+DEFERRED = "deferred gradients of the output layer's weight (defer_embedding_wgrad_compute)"
+NEED_EQUAL = "over several ranks that need equal rows"
+OF_EXPERTS = "mixture of experts"
+TOLD = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+# By kind of model: what a config says, of which the last option and its value are named, and what that is
+# called; perhaps what it may say before.
+REFUSED: dict[str, list[tuple[Any, ...]]] = {
+    "dense": [
+        ({"fp8": "hybrid"}, "fp8"),
+        ({"fp4": "e2m1"}, "fp4"),
+        ({"quant_recipe": "recipe"}, "quantization by recipe"),
+        ({"use_kitchen": True}, "quantization by Kitchen"),
+        ({"num_moe_experts": 4}, f"{OF_EXPERTS} in layers of a foreign kind"),
+        ({"cpu_offloading": True}, "CPU activation offload"),
+        ({"fine_grained_activation_offloading": True}, "fine-grained activation offload"),
+        ({"overlap_moe_expert_parallel_comm": True}, "expert-parallel overlap"),
+        ({"qk_clip": True}, "clipping of attention's queries and keys"),
+        ({"log_max_attention_logit": True}, "logging of attention's largest logit"),
+        ({"mtp_num_layers": 1, **PIPELINE}, f"multi-token prediction {IN_STAGE}", PIPELINE),
+        ({"defer_embedding_wgrad_compute": True, **PIPELINE}, f"{DEFERRED} {IN_STAGE}", PIPELINE),
+        ({**SPREAD, **SHARED}, f"experts {NEED_EQUAL} {IN_SHARE}", SHARED),
+    ],
+    "hybrid": [(PIPELINE, f"a HybridModel {IN_STAGE}")],
+    "prediction": [({"sequence_parallel": True}, "multi-token prediction with sequence parallelism")],
+    "experts": [
+        ({"expert_tensor_parallel_size": 2}, f"{OF_EXPERTS} each over several ranks"),
+        ({"moe_router_fusion": True}, f"{OF_EXPERTS} whose router is fused, and takes no padding mask"),
+        ({"mlp_chunks_for_training": 2}, f"{OF_EXPERTS} in chunks, which are given no padding mask"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            f"{OF_EXPERTS} whose routing looks at all rows",
+        ),
+        ({"mtp_num_layers": 1}, f"{OF_EXPERTS} {NEED_EQUAL}, with multi-token prediction", EQUAL_ROWS),
+    ],
+    "replayed": [(TOLD, f"{OF_EXPERTS} whose routing is replayed or a host's, and recomputed")],
 }
 
 
@@ -41,53 +80,27 @@ def trainer() -> Trainer:
     return Trainer(rig.OPTIONS)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "what"),
-    [
-        ("mtp_num_layers", 1, "multi-token prediction"),
-        ("defer_embedding_wgrad_compute", True, "deferred gradients of the output layer's weight"),
-    ],
-)
-def test_what_a_stage_of_a_pipeline_cannot_have(trainer: Trainer, option: str, value: Any, what: str) -> None:
-    trainer.chunk.config.pipeline_model_parallel_size = 2
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    setattr(trainer.chunk.config, option, value)
-    of_stage = "with pipeline parallelism (pipeline_model_parallel_size=2) is not supported yet"
-    sentence = rig.refused(trainer.chunk, trainer.model)
-    assert sentence.startswith(what) and sentence.endswith(of_stage)
-
-
-def test_a_stage_of_a_hybrid_model_is_refused() -> None:
-    model = rig.HybridTrainer().chunk
-    model.config.pipeline_model_parallel_size = 2
-    assert rig.refused(model).startswith("a HybridModel with pipeline parallelism")
-
-
-@pytest.mark.parametrize("option", _BY_CONFIG)
-def test_an_option_that_is_not_built_is_refused_by_name(
-    option: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(("kind", "case"), [(kind, it) for kind, cases in REFUSED.items() for it in cases])
+def test_what_a_config_asks_for_is_refused_by_name(
+    kind: str, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    value, name = _BY_CONFIG[option]
-    monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
+    options, name, *built = case
+    trainer = MAKES[kind]()
+    for given in (*built, options):
+        assert refusal_of(trainer.chunk, trainer.model) is None
+        for option, value in given.items():
+            monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
+    option, value = [*options.items()][-1]
     assert rig.refused(trainer.chunk, trainer.model) == f"{name} ({option}={value!r}) is not supported yet"
 
 
-SPREAD = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
-
-
-@pytest.mark.parametrize(
-    "name", ["experts over several ranks that need equal rows", "attention of class Identity"]
-)
-def test_what_ranks_cannot_share_packs_in_is_refused_by_name(trainer: Trainer, name: str) -> None:
+def test_attention_that_cannot_share_packs_is_refused_by_name(trainer: Trainer) -> None:
     chunk: Any = trainer.chunk
     chunk.config.context_parallel_size = 2
-    assert refusal_of(chunk, None) is None
-    if name.startswith("experts"):
-        vars(chunk.config).update(SPREAD)
-    else:
-        chunk.decoder.layers[0].self_attention.core_attention = nn.Identity()
-    said = f"{name} with context parallelism (context_parallel_size=2) is not supported yet"
-    assert rig.refused(chunk) == said
+    chunk.decoder.layers[0].self_attention.core_attention = nn.Identity()
+    said = "attention of class Identity with context parallelism (context_parallel_size=2)"
+    assert rig.refused(chunk) == f"{said} is not supported yet"
 
 
 @pytest.mark.parametrize("mark", ["te_quant_params", "primary_weights_in_fp8"])

@@ -71,7 +71,6 @@ class Loop:
     mini_batches: int = 2  # schedule calls of each phase
     late_gradients: bool = False  # gradient buffers come back after the log-probability passes only
     megatrons_own: bool = False  # see `Offload`
-    moves: bool = True  # whether anything is offloaded between rounds
     announces: bool = True  # whether the plugin is told so, by `suspend()` and `resume()`
 
     def batches(self, index: int) -> list[list[Micro]]:
@@ -86,7 +85,7 @@ class Loop:
         left: list[Any] = []
         reports = []
         for index in range(self.rounds):
-            is_away = self.moves and index > 0
+            is_away = index > 0
             if is_away:
                 for model in (policy, reference):
                     offload.weights_back(model, trainer.device)
@@ -103,13 +102,12 @@ class Loop:
             for packs, before, other in zip(batches, old, others, strict=True):
                 left += [before, other, train(trainer, packs, before, other)]
                 trainer.update()
-            if self.moves:
-                if self.announces:
-                    megagraph.suspend()
-                for model in (policy, frozen):
-                    offload.weights(model)
-                offload.gradients(policy)
-                offload.optimizer(trainer.optimizer, "cpu")
+            if self.announces:
+                megagraph.suspend()
+            for model in (policy, frozen):
+                offload.weights(model)
+            offload.gradients(policy)
+            offload.optimizer(trainer.optimizer, "cpu")
             reports.append(megagraph.reports())
         megagraph.uninstall()
         return left, reports
@@ -118,8 +116,7 @@ class Loop:
         """By hand: the calls of a model by what becomes of them."""
         batches = [self.batches(index) for index in range(self.rounds)]
         passes = 2 if trains else 1
-        costs = self.moves and not self.announces
-        moved = _fitting(batches[1][:1]) if costs else 0  # the first time only
+        moved = 0 if self.announces else _fitting(batches[1][:1])  # the first time only
         warming_up = passes * _fitting(batches[0][:1])
         calls = passes * sum(len(packs) for found in batches for packs in found)
         misfits = calls - passes * sum(map(_fitting, batches))
@@ -137,12 +134,10 @@ LOOPS = {
     # As verl calls the core: gradients come back only for the training pass.
     "weights that move every round": Loop(rounds=ROUNDS, late_gradients=True),
     "Megatron's own offload, late gradients": Loop(rounds=3, late_gradients=True, megatrons_own=True),
-    "everything back before the first pass": Loop(rounds=3, mini_batches=3),
     # Memory that a host has announced to move costs no eager step: there would be no other step.
     "one schedule call a phase": Loop(rounds=4, mini_batches=1, late_gradients=True),
     # Which cost one step in all.
     "moves that nobody announces": Loop(rounds=3, announces=False),
-    "nothing moves": Loop(rounds=3, moves=False),
 }
 
 
@@ -159,9 +154,9 @@ def test_weights_that_move_are_never_replayed_stale(name: str) -> None:
         last = of_model[-1]
         found = {"calls": last["calls"], "replays": last["replays"], **last["eager"]}
         assert found == loop.counts(trains=trains)
-        # Captured anew in each round, or once.
+        # Captured anew in each round.
         seconds = [report["capture_seconds"] for report in of_model]
-        assert all((before < after) is loop.moves for before, after in pairwise(seconds))
+        assert all(before < after for before, after in pairwise(seconds))
         # As many graphs in each round: nothing piles up, nothing is left out.
         per_layer = len(BANK) * (3 if trains else 1)
         begun = of_model[1:] if loop.mini_batches == 1 else of_model  # one call a phase warms up in a round
@@ -182,7 +177,7 @@ def _pass(trainer: Trainer) -> list[Tensor]:
     return log_probs(trainer.model, PACKS)
 
 
-def test_gradients_that_are_away_cost_passes_without_gradients_nothing(install: Install) -> None:
+def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None:
     """Bug: memory of freed gradients was read while a forward-only pass was captured, and crashed.
 
     Their absence also counted as a moved address, so that log-probability passes lost their graphs.
@@ -191,8 +186,7 @@ def test_gradients_that_are_away_cost_passes_without_gradients_nothing(install: 
     def address() -> list[int]:
         return [grad.data_ptr() for _name, grad in pair.graphed.named_main_grads()]
 
-    install(capacities=BANK)
-    pair = Pair()
+    pair = Pair(plugin={"capacities": BANK})
     offloads = {trainer: Offload() for trainer in pair.both}
     for work in (_train_once, _pass) * 2:
         assert_same_bits(*pair.each(work))

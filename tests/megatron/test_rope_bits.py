@@ -11,8 +11,8 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -31,18 +31,20 @@ from megatron_rig import (
     Micro,
     ModelTrainer,
     Pair,
+    compare_runs,
+    graph_config,
     step,
+    train,
 )
 from moe_rig import ExpertTrainer
 from rope_rig import (
-    MODES,
     MROPE,
     SHAPES,
     Declared,
     Pictures,
-    assert_close_losses,
     canonical_steps,
     hand_out_frequencies,
+    padded_modes,
     run,
     scatter,
     three_modes,
@@ -53,29 +55,128 @@ from worlds import on_ranks
 
 from megagraph.decide.dispatch import Capacity
 
+Steps = list[list[Micro]]
 COUNT = 7 if ON_GPU else 3  # of steps that have each of these shapes
 HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
 # Megatron's interleaved RoPE takes no empty documents.
 WITHOUT_EMPTY = [(10, 30, 20, 3, 1), (32, 2, 20, 2, 8), (12, 13, 13, 13, 13), (1, 29, 1, 32, 1)]
 
 
-@pytest.mark.parametrize(
-    ("capacity", "interleaved", "aliased"),
-    [(CAPACITY, False, False), (CAPACITY, True, True), (HALF, False, True), (HALF, True, False)],
-    ids=str,
-)
-def test_canonical_packs_have_the_bits_of_an_unpatched_run(
-    capacity: Capacity, interleaved: bool, aliased: bool
-) -> None:
-    """Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes."""
-    shapes = WITHOUT_EMPTY if interleaved else SHAPES
-    steps = canonical_steps(capacity, COUNT, shapes, aliased=aliased)
-    runs = three_modes(steps, capacities=(capacity,), rotary_interleaved=interleaved)
-    as_given = {"SIGNATURE_CHANGED": COUNT * 2 * LAYERS}
-    goes_on = capacity is CAPACITY
-    assert runs["eager"].report["eager"] == (as_given if goes_on else {"DISABLED": COUNT * 2 * LAYERS})
-    assert runs["graph"].report["eager"] == (as_given if goes_on else {"WARMING_UP": 2 * LAYERS})
-    assert runs["graph"].report["failures"] == []
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keys(Declared):
+    """Its keys declare another length. Megatron makes its table of the larger of the two."""
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        params.max_seqlen_q = max(self.lengths)
+        return params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Full(Pictures, Declared):
+    """As canonical packs are."""
+
+
+def declared(cls: type[Declared], max_seqlen: int = 64) -> Steps:
+    """Steps of two packs that say this."""
+    return [
+        [cls(lengths=it, seed=place, max_seqlen=max_seqlen, num_seqs=5) for place, it in enumerate(two)]
+        for two in itertools.pairwise(SHAPES)
+    ]
+
+
+def fix_rows(model: Any, rows: int) -> None:
+    scatter(model)
+    model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: rows
+
+
+def change_table(model: Any) -> None:
+    """In the third step, and only in place."""
+    calls = itertools.count(1)
+
+    def change(given: Any, _args: Any) -> None:
+        if next(calls) == 7:
+            given.rotary_pos_emb.inv_freq *= 0.5
+            given.rotary_pos_emb.forward.cache_clear()
+
+    model.register_forward_pre_hook(change)
+
+
+def steps_of(capacity: Capacity, shapes: Sequence[tuple[int, ...]] = SHAPES, **further: Any) -> Steps:
+    return canonical_steps(capacity, COUNT, shapes, **further)
+
+
+class Case(NamedTuple):
+    """A run, and what of it does not replay."""
+
+    steps: Steps
+    as_given: str = ""  # why all of it runs so
+    later: str = ""  # why all but the first steps run eager, where that is no reason of the packs'
+    first: int = 1  # as many of them
+    given: dict[str, Any] | None = None  # to what makes the model
+    make: Callable[..., Any] = ModelTrainer
+    capacity: Capacity = CAPACITY
+    layers: int = LAYERS
+    failure: str = ""
+
+
+GOES_ON = "SIGNATURE_CHANGED"
+OF_HYBRID: dict[str, Any] = {"make": HybridTrainer, "layers": len(HYBRID_PATTERN)}
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
+FEW = Capacity(tokens=64, num_seqs=2, max_seqlen=64)
+INTERLEAVED = {"rotary_interleaved": True}
+CASES = {
+    # Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes.
+    "all tokens": Case(steps_of(CAPACITY), GOES_ON),
+    "all tokens, interleaved": Case(
+        steps_of(CAPACITY, WITHOUT_EMPTY, aliased=True), GOES_ON, given=INTERLEAVED
+    ),
+    "half": Case(steps_of(HALF, aliased=True), capacity=HALF),
+    "half, interleaved": Case(steps_of(HALF, WITHOUT_EMPTY), given=INTERLEAVED, capacity=HALF),
+    "hybrid, half": Case(steps_of(HALF), capacity=HALF, **OF_HYBRID),
+    "hybrid, all tokens": Case(steps_of(CAPACITY), GOES_ON, **OF_HYBRID),
+    "keys of another length": Case(declared(Keys), GOES_ON),
+    # Bug: positions began anew in each document, since the wrapper acted in every model.
+    "refused": Case(steps_of(CAPACITY), "SCOPE_UNSUPPORTED", given=SINKHORN, make=ExpertTrainer),
+    "no capacity": Case(steps_of(CAPACITY), "TOO_MANY_SEQUENCES", capacity=FEW),
+    # Of each token, or a table of the longest document?
+    "frequencies": Case(steps_of(HALF), later=GOES_ON, given={"prepare": hand_out_frequencies}),
+    "multimodal": Case(declared(Full), given=MROPE),
+    # Positions begin anew in each document, of a table that Megatron's rule does not foresee.
+    "a longer table": Case(
+        steps_of(HALF),
+        later="CAPTURE_FAILED",
+        given={"prepare": functools.partial(fix_rows, rows=48)},
+        capacity=HALF,
+        failure="expected a rotary table of max_seqlen, 32 rows, got 48",
+    ),
+    # As long as each pack here: positions go on, so that each token has a row.
+    "a table of all tokens": Case(
+        steps_of(HALF), given={"prepare": functools.partial(fix_rows, rows=64)}, capacity=HALF
+    ),
+    # As long as the pack, and no frequencies of each token: the pack itself declares fewer rows.
+    "another table of its own": Case(
+        declared(Declared, 32), later=GOES_ON, first=3, given={"prepare": change_table}
+    ),
+}
+
+
+@pytest.mark.both
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize("name", CASES)
+def test_packs_that_need_no_padding_have_the_bits_of_an_unpatched_run(name: str) -> None:
+    case = CASES[name]
+    if "hybrid" in name:
+        pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+    runs = three_modes(case.steps, case.make, capacities=(case.capacity,), **(case.given or {}))
+    calls, warm_up = 2 * len(case.steps) * case.layers, 2 * case.layers
+    later = calls - case.first * warm_up
+    graphed = {"WARMING_UP": warm_up, **({case.later: later} if case.later else {})}
+    report = runs["graph"].report
+    assert report["eager"] == ({case.as_given: calls} if case.as_given else graphed)
+    assert runs["eager"].report["eager"] == {case.as_given or "DISABLED": calls}
+    if case.as_given != "SCOPE_UNSUPPORTED":
+        assert len(report["failures"]) == bool(case.failure) and case.failure in "".join(report["failures"])
 
 
 def test_the_two_meanings_differ() -> None:
@@ -86,83 +187,41 @@ def test_the_two_meanings_differ() -> None:
 
 def test_each_pack_keeps_its_own_meaning_beside_packs_of_the_other() -> None:
     """One replays, although its canonical pack's table is as long as itself; the other runs as given."""
-    steps: list[list[Micro]] = []
-    for index in range(6):
-        lengths = SHAPES[index]
-        all_rows, longest = (
-            Declared(lengths=lengths, max_seqlen=declared, num_seqs=5, seed=index) for declared in (64, 32)
+    steps: Steps = []
+    for index, lengths in enumerate(SHAPES):
+        all_rows, half = (
+            Declared(lengths=lengths, max_seqlen=longest, num_seqs=5, seed=index) for longest in (64, 32)
         )
-        steps.append([all_rows, longest] if index % 2 else [longest, all_rows])
-    eager, graphed = run("eager", steps), run("graph", steps)
-    assert_same_bits(eager, graphed)
-    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 6 * LAYERS}
+        steps.append([all_rows, half] if index % 2 else [half, all_rows])
+    graphed = three_modes(steps)["graph"]
+    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, GOES_ON: 6 * LAYERS}
     assert graphed.report["graphs"] == 2 * LAYERS
-    assert_same_bits(run("off", steps), graphed)
 
 
-def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning() -> None:
-    """The table has the capacity's rows where it is padded."""
-    steps: list[list[Micro]] = [
+@pytest.mark.parametrize("of_each_token", [False, True])
+def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_token: bool) -> None:
+    """The table has the capacity's rows where it is padded.
+
+    Bug: frequencies of each token were taken for a table of positions in each document.
+    """
+    longest = 20 if of_each_token else 29
+    steps: Steps = [
         [
-            Declared(lengths=(9, 20 + index), max_seqlen=29 + index, seed=index),
+            Declared(lengths=(9, 20 + index), max_seqlen=longest + index, seed=index),
             Declared(lengths=(15, 8, 3 + index), max_seqlen=15, seed=50 + index),
         ]
         for index in range(5)
     ]
-    off, eager, graphed = (run(mode, steps, given={"prepare": scatter}) for mode in MODES)
-    assert_same_bits(eager, graphed)
-    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 5 * LAYERS}
-    assert_close_losses(off, graphed)  # padding changes roundings
+    prepare = (lambda it: hand_out_frequencies(scatter(it))) if of_each_token else scatter
+    _eager, graphed = padded_modes(steps, prepare=prepare)
+    eager = {"WARMING_UP": 2 * LAYERS} if of_each_token else {"WARMING_UP": LAYERS, GOES_ON: 5 * LAYERS}
+    assert graphed.report["eager"] == eager and graphed.report["failures"] == []
 
 
 def test_one_document_alone_needs_no_graphs_of_its_own() -> None:
     """Its table is as long as the pack, and both meanings are the same."""
-    steps: list[list[Micro]] = [[Micro(lengths=(9, 20), seed=i), Micro(lengths=(30 + i,))] for i in range(4)]
-    graphed = run("graph", steps)
-    assert_same_bits(run("eager", steps), graphed)
-    assert graphed.report["graphs"] == 2 * LAYERS
-
-
-def test_a_hybrid_model_has_the_bits_of_an_unpatched_run() -> None:
-    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
-    runs = three_modes(canonical_steps(HALF, COUNT), HybridTrainer, capacities=(HALF,))
-    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * len(HYBRID_PATTERN)}
-    runs = three_modes(canonical_steps(CAPACITY, COUNT), HybridTrainer)
-    assert runs["graph"].report["eager"] == {"SIGNATURE_CHANGED": COUNT * 2 * len(HYBRID_PATTERN)}
-
-
-def test_packs_whose_keys_declare_another_length_run_as_they_were_given() -> None:
-    """Megatron makes its table of the larger of the two."""
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Keys(Declared):
-        def params(self, device: torch.device) -> Any:
-            params = super().params(device)
-            params.max_seqlen_q = max(self.lengths)
-            return params
-
-    steps: list[list[Micro]] = [
-        [Keys(lengths=lengths, max_seqlen=64, num_seqs=5)] for lengths in (*SHAPES, *SHAPES[:1])
-    ]
-    runs = three_modes(steps)
-    assert runs["graph"].report["eager"] == {"SIGNATURE_CHANGED": 7 * LAYERS}
-
-
-# -- models that are not ours --------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("experts")
-def test_a_refused_model_keeps_megatrons_own_rope() -> None:
-    """Bug: positions began anew in each document, since the wrapper acted in every model."""
-    refused = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
-    runs = three_modes(canonical_steps(CAPACITY, COUNT), ExpertTrainer, **refused)
-    assert runs["graph"].report["eager"] == {"SCOPE_UNSUPPORTED": COUNT * 2 * LAYERS}
-
-
-def test_packs_that_fit_no_capacity_keep_megatrons_own_rope() -> None:
-    small = Capacity(tokens=64, num_seqs=2, max_seqlen=64)
-    runs = three_modes(canonical_steps(CAPACITY, COUNT), capacities=(small,))
-    assert runs["graph"].report["eager"] == {"TOO_MANY_SEQUENCES": COUNT * 2 * LAYERS}
+    steps: Steps = [[Micro(lengths=(9, 20), seed=i), Micro(lengths=(30 + i,))] for i in range(4)]
+    assert compare_runs(steps).report["graphs"] == 2 * LAYERS
 
 
 def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Install) -> None:
@@ -190,9 +249,8 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
         return out
 
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", of_a_host)
-    runs = three_modes(canonical_steps(CAPACITY, 2))
+    report = three_modes(canonical_steps(CAPACITY, 2))["graph"].report
     assert len(calls) == 3 * (2 * 2 * LAYERS * 2)  # runs of micro-batches of layers of queries and keys
-    report = runs["graph"].report
     assert report["eager"] == {"SCOPE_UNSUPPORTED": 2 * 2 * LAYERS}
     (failure,) = report["failures"]
     assert "of_a_host" in failure
@@ -201,43 +259,10 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
 # -- frequencies of each token -------------------------------------------------------------------
 
 
-def test_frequencies_of_each_token_replay() -> None:
-    """Bug: they were taken for a table of positions in each document."""
-    steps: list[list[Micro]] = [
-        [Micro(lengths=(9, 20 + index), seed=index), Micro(lengths=(15, 8, 3 + index))] for index in range(4)
-    ]
-    given = {"prepare": lambda it: hand_out_frequencies(scatter(it))}
-    off, eager, graphed = (run(mode, steps, given=given) for mode in MODES)
-    assert_same_bits(eager, graphed)
-    assert_close_losses(off, graphed)  # padding changes roundings
-    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS} and graphed.report["failures"] == []
-
-
-def test_frequencies_that_may_be_a_table_of_the_longest_document_run_as_they_were_given() -> None:
-    runs = three_modes(canonical_steps(HALF, COUNT), prepare=hand_out_frequencies)
-    assert runs["eager"].report["eager"] == {"DISABLED": COUNT * 2 * LAYERS}
-    assert runs["graph"].report["eager"] == {
-        "WARMING_UP": 2 * LAYERS,
-        "SIGNATURE_CHANGED": (COUNT - 1) * 2 * LAYERS,
-    }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Full(Pictures, Declared):
-    """As canonical packs are."""
-
-
-def test_multimodal_rope_has_the_bits_of_an_unpatched_run() -> None:
-    steps: list[list[Micro]] = [
-        [Full(lengths=lengths, seed=place, max_seqlen=64, num_seqs=5) for place, lengths in enumerate(pair)]
-        for pair in itertools.pairwise(SHAPES)
-    ]
-    report = three_modes(steps, **MROPE)["graph"].report
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["failures"] == []
-
-
-def _pair(**given: Any) -> Pair:
-    pair = Pair(**given)
+@pytest.fixture
+def pair() -> Pair:
+    """Of multimodal models, of which one has graphs."""
+    pair = Pair(**MROPE)
     pair.step(*PICTURES, times=2)
     return pair
 
@@ -268,16 +293,15 @@ PICTURES = [Pictures(lengths=(9, 20)), Pictures(lengths=(3, 30, 8), seed=1, tail
     ids=["another dtype", "fewer angles", "not contiguous", "with a gradient", "a pair", "none"],
 )
 def test_frequencies_that_differ_from_those_of_the_capture_run_as_they_were_given(
-    change: Callable[[Any], Any],
+    change: Callable[[Any], Any], pair: Pair
 ) -> None:
-    pair = _pair(**MROPE)
     before = pair.report()["replays"]
     _handing(pair, change)
     for _ in range(2):
         pair.step(*(dataclasses.replace(micro, tail=0) for micro in PICTURES))
     report = pair.report()
     assert report["replays"] == before > 0 and report["failures"] == []
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 2 * 2 * LAYERS}
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, GOES_ON: 2 * 2 * LAYERS}
 
 
 def test_a_pair_of_frequencies_is_staged_as_one() -> None:
@@ -301,13 +325,12 @@ def test_nothing_is_captured_until_frequencies_are_known() -> None:
         hook.remove()
     pair.step(*micros, times=2)
     report = pair.report()
-    assert report["eager"] == {"SIGNATURE_CHANGED": 2 * 2 * LAYERS, "WARMING_UP": 2 * LAYERS}
+    assert report["eager"] == {GOES_ON: 2 * 2 * LAYERS, "WARMING_UP": 2 * LAYERS}
     assert report["failures"] == []
 
 
-def test_frequencies_past_the_pack_never_reach_a_result() -> None:
+def test_frequencies_past_the_pack_never_reach_a_result(pair: Pair) -> None:
     """Those of rows past the last offset may be anything, in graphs and in eager."""
-    pair = _pair(**MROPE)
     left = pair.step(PICTURES[1], update=False)
     end = sum(PICTURES[1].lengths)
 
@@ -374,10 +397,8 @@ def test_a_hosts_rope_runs_in_the_graphs_of_frequencies_of_each_token(block: typ
 
 
 @pytest.mark.usefixtures("swifts_rope")
-@pytest.mark.parametrize("block", [None, OwnBlock])
-def test_a_hosts_rope_is_refused_if_its_model_hands_out_tables(block: type | None) -> None:
-    pair = host_pair(OwnModel, block, times=3)
-    report = pair.report()
+def test_a_hosts_rope_is_refused_if_its_model_hands_out_tables() -> None:
+    report = host_pair(OwnModel, OwnBlock, times=3).report()
     assert report["replays"] == 0 and {*report["eager"]} == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
     (failure,) = report["failures"]
     assert "in place of Megatron's RoPE is not supported yet" in failure
@@ -401,17 +422,15 @@ SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> None:
     """Where the model is entered, positions too, as soon as a pack has shown what its layers are handed."""
-    steps: list[list[Micro]] = [
+    steps: Steps = [
         [
             Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
             Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
         ]
         for index in range(5)
     ]
-    given = {"prepare": lambda it: hand_out_frequencies(scatter(it)), **SHARED_ROWS}
-    off, eager, graphed = (run(mode, steps, given=given) for mode in MODES)
-    assert_same_bits(eager, graphed)
-    assert_close_losses(off, graphed)  # padding changes roundings
+    prepare = lambda it: hand_out_frequencies(scatter(it))  # noqa: E731
+    eager, graphed = padded_modes(steps, prepare=prepare, **SHARED_ROWS)
     assert eager.report["eager"] == {"WARMING_UP": LAYERS, "DISABLED": 9 * LAYERS}
     assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS} and graphed.report["failures"] == []
 
@@ -430,38 +449,9 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
         chunk.decoder.register_forward_pre_hook(change, with_kwargs=True)
 
     with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
-        run(
-            "graph",
-            [[Declared(lengths=(20, 8), max_seqlen=20)]] * 4,
-            given={"prepare": prepare, **SHARED_ROWS},
+        train(
+            graph_config(), [[Declared(lengths=(20, 8), max_seqlen=20)]] * 4, prepare=prepare, **SHARED_ROWS
         )
-
-
-def _fix_rows(rows: int, model: Any) -> None:
-    scatter(model)
-    model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: rows
-
-
-@pytest.mark.parametrize(
-    ("rows", "eager", "failure"),
-    [
-        # Positions begin anew in each document, of a table that Megatron's rule does not foresee.
-        (
-            48,
-            {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": (COUNT - 1) * 2 * LAYERS},
-            "expected a rotary table of max_seqlen, 32 rows, got 48",
-        ),
-        # As long as each pack here: positions go on, so that each token has a row.
-        (64, {"WARMING_UP": 2 * LAYERS}, ""),
-    ],
-)
-def test_a_table_may_have_a_length_of_its_own(rows: int, eager: dict[str, int], failure: str) -> None:
-    """Whatever packs declare."""
-
-    prepare = functools.partial(_fix_rows, rows)
-    report = three_modes(canonical_steps(HALF, COUNT), capacities=(HALF,), prepare=prepare)["graph"].report
-    assert report["eager"] == eager
-    assert len(report["failures"]) == bool(failure) and failure in "".join(report["failures"])
 
 
 def test_packs_of_another_length_than_their_table_run_as_given_where_each_token_had_a_row() -> None:
@@ -469,27 +459,7 @@ def test_packs_of_another_length_than_their_table_run_as_given_where_each_token_
 
     short = Declared(lengths=(20, 9), max_seqlen=20)
     steps = [[*micros, short] for micros in canonical_steps(HALF, COUNT)]
-    given = {"prepare": functools.partial(_fix_rows, 64)}
+    given = {"prepare": functools.partial(fix_rows, rows=64)}
     off, graphed = (run(mode, steps, given=given, capacities=(HALF,)) for mode in ("off", "graph"))
     assert_same_bits(off, graphed)
-    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": COUNT * LAYERS}
-
-
-def test_a_models_own_table_that_has_changed_is_still_its_own() -> None:
-    """As long as the pack, and no frequencies of each token: the pack itself declares fewer rows."""
-
-    def prepare(model: Any) -> None:
-        calls = itertools.count(1)
-
-        def change(given: Any, _args: Any) -> None:
-            if next(calls) == 4:
-                given.rotary_pos_emb.inv_freq *= 0.5
-                given.rotary_pos_emb.forward.cache_clear()
-
-        model.register_forward_pre_hook(change)
-
-    steps: list[list[Micro]] = [
-        [Declared(lengths=lengths, max_seqlen=max(lengths), num_seqs=5)] for lengths in SHAPES
-    ]
-    runs = three_modes(steps, prepare=prepare)
-    assert runs["graph"].report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS, GOES_ON: COUNT * LAYERS}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs in place of Megatron's RoPE: which calls go to our op, in which layout, which to Megatron."""
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,26 +11,25 @@ import torch
 from torch import Tensor
 
 from megagraph._C import mark_canonical
-from megagraph.megatron.patch.inside_layers import wrap_engine_attention, wrap_fused_rope, wrap_rope
+from megagraph.megatron import seams
+from megagraph.megatron.patch.inside_layers import (
+    wrap_engine_attention,
+    wrap_fused_rope,
+    wrap_key_rope,
+    wrap_query_rope,
+    wrap_rope,
+)
 from megagraph.packs.ops import RopeLayout
-from megagraph.packs.rope import RotaryTables
+from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
 
 NAN = float("nan")
 ENDS, TOKENS, HEADS, WIDTH = (0, 4, 10), 12, 2, 8  # two rows past the last offset
 SCALE = 1.2079
 
 
-class Rank:
-    """Stands in for a context-parallel process group."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
+def group(size: int, rank: int = 0) -> Any:
+    """Stands in for one of context-parallel ranks."""
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
 class Megatrons:
@@ -78,11 +78,11 @@ def config(**changes: bool) -> Any:
     return SimpleNamespace(**(fields | changes))
 
 
-def canonical(*ends: int, by_token: bool = False) -> Tensor:
+def canonical(*ends: int) -> Tensor:
     """Offsets of a canonical pack."""
     offsets = torch.tensor(ends, dtype=torch.int32)
     names = [f"cu_seqlens_{of}{kind}" for of in ("q", "kv") for kind in ("", "_padded")]
-    mark_canonical(SimpleNamespace(**dict.fromkeys(names, offsets)), by_token=by_token)
+    mark_canonical(SimpleNamespace(**dict.fromkeys(names, offsets)))
     return offsets
 
 
@@ -120,80 +120,31 @@ def test_a_canonical_pack_is_rotated_by_our_op_in_the_layout_of_its_config_or_ca
     assert torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=layout, mscale=SCALE))
     assert out[: ENDS[-1]].isfinite().all() and not out[ENDS[-1] :].any()
     assert megatrons.calls == []
-    others = {"neox", "interleaved", "mla_interleaved"} - {layout}
-    for other in others:
+    for other in {"neox", "interleaved", "mla_interleaved"} - {layout}:
         assert not torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=other, mscale=SCALE))
-
-
-def test_positions_of_a_canonical_pack_begin_anew_where_its_table_is_as_long_as_itself() -> None:
-    _, freqs, _ = operands()
-    t = torch.randn(TOKENS, HEADS, WIDTH)
-    out = wrap_rope(Megatrons(newer=True).function)(t, freqs, config(), canonical(0, 4, TOKENS), SCALE)
-    for first, last in ((0, 4), (4, TOKENS)):
-        alone = torch.tensor([0, last - first], dtype=torch.int32)
-        wanted = RotaryTables().rotate(t[first:last], freqs[: last - first], alone, mscale=SCALE)
-        assert torch.equal(out[first:last], wanted)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("given", [torch.tensor(ENDS, dtype=torch.int32), None], ids=["as given", "no pack"])
 def test_any_other_pack_is_megatrons_own_business(given: Tensor | None, fused: bool) -> None:
     """Bug: it was rotated by our op, in models that are not ours as well."""
-    megatrons, group = Megatrons(newer=False), Rank(1, 0)
+    megatrons, alone = Megatrons(newer=False), group(1)
     t, freqs, _ = operands()
-    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=fused), given, SCALE, group)
-    assert megatrons.calls == [{"cu_seqlens": given, "mscale": SCALE, "cp_group": group}]
+    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=fused), given, SCALE, alone)
+    assert megatrons.calls == [{"cu_seqlens": given, "mscale": SCALE, "cp_group": alone}]
     assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
     assert out[ENDS[-1] :].isnan().all()  # as Megatron left it
 
 
-def test_a_hosts_function_gets_the_pack_if_each_token_has_its_frequencies() -> None:
-    megatrons, group = Megatrons(newer=False), Rank(1, 0)
-    t, freqs, _ = operands()
-    offsets = canonical(*ENDS, by_token=True)
-    t.requires_grad_()
-    out = wrap_rope(megatrons.function)(t, freqs, config(), offsets, SCALE, group)
-    assert megatrons.calls == [{"cu_seqlens": offsets, "mscale": SCALE, "cp_group": group}]
-    (grad,) = torch.autograd.grad(out, t, torch.ones_like(out))
-    for found, wanted in ((out, 2 * t), (grad, 2 * torch.ones_like(t))):
-        assert torch.equal(found[: ENDS[-1]], wanted[: ENDS[-1]]) and not found[ENDS[-1] :].any()
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("changes", [{}, {"rotary_interleaved": True}, MLA])
-def test_megatrons_own_function_gives_each_token_its_frequencies(changes: dict[str, bool]) -> None:
-    """Of a pack that ends with its rows it asks the host for the offsets, to do just that."""
-    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-
-    t, freqs, _ = operands()
-    end, given = ENDS[-1], (config(**changes), SCALE, Rank(1, 0))
-    plain = torch.tensor(ENDS, dtype=torch.int32)
-    wanted = apply_rotary_pos_emb(t[:end], freqs[:end], given[0], plain, *given[1:])
-    found = wrap_rope(apply_rotary_pos_emb)(t, freqs, given[0], canonical(*ENDS, by_token=True), *given[1:])
-    assert torch.equal(found[:end], wanted) and not found[end:].any()
-
-
 def test_fused_a_canonical_pack_is_megatrons_own_business_but_for_the_kernel_that_it_calls() -> None:
     """Bug: attention of a host's, which had imported Megatron's function, got the kernel's tail."""
-    megatrons, group = Megatrons(newer=False), Rank(1, 0)
+    megatrons, alone = Megatrons(newer=False), group(1)
     t, freqs, cu_seqlens = operands()
-    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, group)
-    assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "mscale": SCALE, "cp_group": group}]
+    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, alone)
+    assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "mscale": SCALE, "cp_group": alone}]
     assert out[ENDS[-1] :].isnan().all()
     given = torch.tensor(ENDS, dtype=torch.int32)
     assert wrap_fused_rope(megatrons.fused)(t, given, freqs, 1, 0)[ENDS[-1] :].isnan().all()
-
-
-def test_a_rank_rotates_its_share_of_a_pack_by_positions_in_the_whole() -> None:
-    _, freqs, _ = operands()
-    rope = wrap_rope(Megatrons(newer=False).function)
-    cu_seqlens = canonical(0, 8, 12)
-    t = torch.randn(6, HEADS, WIDTH)
-    shares = [rope(t, freqs, config(), cu_seqlens, cp_group=Rank(2, rank)) for rank in range(2)]
-    for rank, share in enumerate(shares):
-        expected = RotaryTables().rotate(t, freqs, cu_seqlens, cp_size=2, cp_rank=rank)
-        assert torch.equal(share, expected)
-    assert not torch.equal(*shares)
 
 
 def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
@@ -271,14 +222,37 @@ def rows(count: int = ROWS) -> list[Tensor]:
     return [torch.randn(count, COLUMNS, requires_grad=True) for _ in range(3)]
 
 
-def test_rows_behind_the_end_are_a_document_without_a_valid_token() -> None:
-    attention, given, qkv = Attention(Rank(RANKS, 0)), pack(), rows()
+PADDED = [0, 4, 12, 12, 16]
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "padded", "said"),
+    [
+        ([group(RANKS)], {}, PADDED, True),
+        # As many ranks as their product.
+        ([group(1), group(RANKS)], {}, PADDED, True),
+        # What a pack says of its padding stays.
+        ([group(RANKS, 1)], {"pad_between_seqs": True}, PADDED, True),
+        ([group(RANKS, 1)], {"pad_between_seqs": False}, PADDED, False),
+        # Offsets without padded ones are those of rows.
+        (
+            [group(RANKS, 1)],
+            dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded")),
+            [0, 3, 7, 7, 16],
+            False,
+        ),
+    ],
+)
+def test_rows_behind_the_end_are_a_document_without_a_valid_token(
+    groups: list[Any], changes: dict[str, Any], padded: list[int], said: bool
+) -> None:
+    attention, given, qkv = Attention(*groups), pack(**changes), rows()
     out = attend(attention, *qkv, None, packed_seq_params=given)
     (seen,) = attention.packs
     assert seen is not given and given.cu_seqlens_q.numel() == 4
     assert seen.cu_seqlens_q.tolist() == seen.cu_seqlens_kv.tolist() == [0, 3, 7, 7, 7]
-    assert seen.cu_seqlens_q_padded.tolist() == seen.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 12, 16]
-    assert seen.pad_between_seqs is True
+    assert seen.cu_seqlens_q_padded.tolist() == seen.cu_seqlens_kv_padded.tolist() == padded
+    assert seen.pad_between_seqs is said
     assert torch.equal(out[:END], sum(qkv)[:END]) and not out[END:].any()
     out.backward(torch.where(torch.arange(ROWS) < END, 1.0, NAN)[:, None].expand(-1, COLUMNS))
     for tensor in qkv:
@@ -286,31 +260,12 @@ def test_rows_behind_the_end_are_a_document_without_a_valid_token() -> None:
         assert (tensor.grad[:END] == 1).all() and not tensor.grad[END:].any()
 
 
-@pytest.mark.parametrize(
-    ("changes", "padded", "said"),
-    [
-        ({"pad_between_seqs": True}, [0, 4, 12, 12, 16], True),
-        ({"pad_between_seqs": False}, [0, 4, 12, 12, 16], False),
-        # Offsets without padded ones are those of rows.
-        (dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded")), [0, 3, 7, 7, 16], False),
-    ],
-)
-def test_what_a_pack_says_of_its_padding_stays(
-    changes: dict[str, Any], padded: list[int], said: bool
-) -> None:
-    attention = Attention(Rank(RANKS, 1))
-    attend(attention, *rows(), None, packed_seq_params=pack(**changes))
-    (seen,) = attention.packs
-    assert seen.cu_seqlens_q.tolist() == [0, 3, 7, 7, 7] and seen.pad_between_seqs is said
-    assert seen.cu_seqlens_q_padded.tolist() == padded
-
-
 OTHERS: dict[str, tuple[Attention, Any, int]] = {
     "one rank": (Attention(), pack(), ROWS),
-    "a group of one rank": (Attention(Rank(1, 0)), pack(), ROWS),
-    "as it was given": (Attention(Rank(RANKS, 0)), pack(is_canonical=False), ROWS),
-    "no pack": (Attention(Rank(RANKS, 0)), None, ROWS),
-    "rows that are not two parts": (Attention(Rank(RANKS, 0)), pack(), ROWS + 1),
+    "a group of one rank": (Attention(group(1)), pack(), ROWS),
+    "as it was given": (Attention(group(RANKS)), pack(is_canonical=False), ROWS),
+    "no pack": (Attention(group(RANKS)), None, ROWS),
+    "rows that are not two parts": (Attention(group(RANKS)), pack(), ROWS + 1),
 }
 
 
@@ -321,7 +276,57 @@ def test_any_other_call_is_the_engines_own_business(case: str) -> None:
     assert attention.packs == [given] and out[END:].isnan().all()
 
 
-def test_two_nested_groups_are_as_many_ranks_as_their_product() -> None:
-    attention = Attention(Rank(1, 0), Rank(RANKS, 0))
-    out = attend(attention, *rows(), None, packed_seq_params=pack())
-    assert attention.packs[0].cu_seqlens_q.numel() == 5 and not out[END:].any()
+# -- fused RoPE of multi-latent attention ------------------------------------------------------------
+
+
+class Called(Exception):
+    """Megatron's function was."""
+
+
+def megatrons_of(seam: seams.Seam) -> Callable[..., Any]:
+    """A function of its signature."""
+
+    @functools.wraps(seam.function())
+    def called(*_args: Any, **_kwargs: Any) -> None:
+        raise Called
+
+    return called
+
+
+ROWS_OF_MLA = [torch.randn(12, heads, width) for heads, width in ((2, 12), (2, 10), (1, 8))]
+ANGLES = torch.randn(16, 1, 1, 8), torch.randn(16, 1, 1, 8)
+
+
+def rotated(offsets: Tensor | None, *cp: int, **further: Any) -> list[Callable[[], Any]]:
+    """The rotation of queries, and that of keys and values."""
+    query, kv, k_pe = (rows.clone() for rows in ROWS_OF_MLA)
+    of_query, of_keys = map(megatrons_of, (seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE))
+    return [
+        lambda: [wrap_query_rope(of_query)(query, *ANGLES, 4, 8, offsets, *cp, **further)],
+        lambda: wrap_key_rope(of_keys)(kv, k_pe, *ANGLES, 8, 4, 6, offsets, *cp, **further),
+    ]
+
+
+@pytest.mark.parametrize("cp", [(0, 1), (1, 2)])
+def test_canonical_packs_are_rotated_by_document(cp: tuple[int, int]) -> None:
+    offsets, (cos, sin) = canonical(0, 4, 4, 8), (table.flatten(1) for table in ANGLES)
+    ranks = {"cp_rank": cp[0], "cp_size": cp[1]}
+    how = Rotation(cos=cos, sin=sin, cu_seqlens_padded=offsets, fused=True, **ranks)
+    wanted = rope_mla(ROWS_OF_MLA[0].clone(), *ROWS_OF_MLA[1:], how, v_dim=6)
+    found = [each for rotate in rotated(offsets, *cp) for each in rotate()]
+    assert all(map(torch.equal, found, wanted)) and len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("offsets", "changes"),
+    [
+        (None, {}),
+        (torch.tensor([0, 4, 8], dtype=torch.int32), {}),
+        (canonical(0, 4, 8), {"rotary_interleaved": True}),
+    ],
+    ids=["no pack", "as it was given", "interleaved"],
+)
+def test_everything_else_is_megatrons(offsets: Tensor | None, changes: dict[str, bool]) -> None:
+    for rotate in rotated(offsets, **changes):
+        with pytest.raises(Called):
+            rotate()

@@ -145,68 +145,49 @@ def test_layers_of_which_the_router_alone_was_named_stay_eager_by_name(scopes: t
 # -- routing of a host's ---------------------------------------------------------------------------
 
 
-class HostRouting:
-    """In place of `TopKRouter.routing`, as verl's: knows nothing of rows that were added."""
+def host_routing(seen: list[tuple[int, Tensor | None]]) -> AbstractContextManager[Any]:
+    """Puts in place of `TopKRouter.routing`, as verl, one that knows nothing of rows that were added.
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.masks: list[Tensor | None] = []
+    Notes of each call the rows and the mask.
+    """
 
-    def patch(self) -> AbstractContextManager[Any]:
-        seen, masks = self.seen, self.masks
+    def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        seen.append((logits.size(0), None if padding_mask is None else padding_mask.clone()))
+        scores = logits.view(-1, EXPERTS).softmax(-1, dtype=torch.float32)
+        rows = torch.arange(scores.size(0), device=scores.device)
+        chosen = torch.stack([rows % EXPERTS, (rows + 1 + len(seen) % 3) % EXPERTS], dim=1)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).index_put(
+            (rows[:, None], chosen), torch.tensor(True, device=scores.device)
+        )
+        return scores.type_as(logits) * routing_map, routing_map
 
-        def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            seen.append(logits.size(0))
-            masks.append(None if padding_mask is None else padding_mask.clone())
-            scores = logits.view(-1, EXPERTS).softmax(-1, dtype=torch.float32)
-            rows = torch.arange(scores.size(0), device=scores.device)
-            chosen = torch.stack([rows % EXPERTS, (rows + 1 + len(seen) % 3) % EXPERTS], dim=1)
-            routing_map = torch.zeros_like(scores, dtype=torch.bool).index_put(
-                (rows[:, None], chosen), torch.tensor(True, device=scores.device)
-            )
-            return scores.type_as(logits) * routing_map, routing_map
-
-        return mock.patch.object(TopKRouter, "routing", routing)
+    return mock.patch.object(TopKRouter, "routing", routing)
 
 
 @pytest.mark.parametrize(("when", "masks"), [("before", False), ("after", True)])
 def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool) -> None:
     given = rig.steps_of(3, masks=masks)
-    found, seen = [], []
+    found, is_before = [], when == "before"
+    of_calls = [micro for micros in given for micro in micros for _layer in range(2)]
     for mode in ("eager", "graph"):
         config = rig.graph_config(mode=mode, cuda_graph_modules=("attn", "moe_router"))
-        host = HostRouting()
-        is_before = when == "before"
-        with host.patch() if is_before else nullcontext():
+        seen: list[tuple[int, Tensor | None]] = []
+        with host_routing(seen) if is_before else nullcontext():
             megagraph.install(config)
-            with nullcontext() if is_before else host.patch():
+            with nullcontext() if is_before else host_routing(seen):
                 trainer = ExpertTrainer()
                 found.append([rig.step(trainer, micros) for micros in given])
                 report = rig.report_of(trainer)
             megagraph.uninstall()  # behind the patch that came behind it, which puts the plugin's back
-        seen.append(host)
-    assert_same_bits(*found)
-    rows = [micro.physical for micros in given for micro in micros for _layer in range(2)]
-    assert seen[0].seen == seen[1].seen == rows
-    of_calls = [micro for micros in given for micro in micros for _layer in range(2)]
-    for host in seen:
-        for mask, micro in zip(host.masks, of_calls, strict=True):
+        for (rows, mask), micro in zip(seen, of_calls, strict=True):
             wanted = micro.padding_mask()
-            assert (mask is None) == (wanted is None)
+            assert rows == micro.physical and (mask is None) == (wanted is None)
             assert mask is None or wanted is None or torch.equal(mask.cpu(), wanted.transpose(0, 1))
+    assert_same_bits(*found)
     assert report["eager"] == {"WARMING_UP": 3 * 2} and report["replays"] == 2 * 3 * 2
 
 
 # -- what is refused -------------------------------------------------------------------------------
-
-
-def test_replayed_routing_that_is_recomputed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ExpertTrainer(moe_enable_routing_replay=True).chunk
-    assert refusal_of(model, None) is None
-    monkeypatch.setattr(model.config, "recompute_granularity", "selective")
-    monkeypatch.setattr(model.config, "recompute_modules", ["moe"])
-    what = "whose routing is replayed or a host's, and recomputed (recompute_modules=['moe'])"
-    assert rig.refused(model) == f"mixture of experts {what} is not supported yet"
 
 
 def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_replayed() -> None:

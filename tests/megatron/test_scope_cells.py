@@ -21,6 +21,7 @@ from moe_rig import Config, ExpertTrainer
 from streams import seeded
 
 import megagraph
+from megagraph.megatron import seams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,7 +107,14 @@ def spec_of(model: Model, layers: str, is_grouped: bool | None) -> Any:
 
 
 def compare(
-    name: str, layers: str, scopes: Scopes, count: int, *, never_waits: bool = False, **further: Any
+    name: str,
+    layers: str,
+    scopes: Scopes,
+    count: int,
+    *,
+    packs: Any = Documented,
+    never_waits: bool = False,
+    **further: Any,
 ) -> Config:
     """Trains eager and graphed, with the same bits. Returns the report of the graphs."""
     model = MODELS[name]
@@ -121,7 +129,7 @@ def compare(
         changes["pattern"] = model.kinds
     changes |= {"options": options, "is_grouped": never_waits, **further}
     changes["spec"] = spec_of(model, layers, changes.get("moe_grouped_gemm"))
-    steps, plugin = steps_of(count, make=Documented), {"cuda_graph_modules": scopes}
+    steps, plugin = steps_of(count, make=packs), {"cuda_graph_modules": scopes}
     run = compare_runs(steps, seeded(make), plugin, **changes)
     assert all(bool(left.metrics) == ("E" in model.kinds) for left in run.steps)
     return run.report
@@ -153,6 +161,14 @@ def test_steps_have_the_bits_of_eager(name: str, scopes: Scopes, count: int, lay
     if layers == "Transformer Engine" and MODELS[name].is_hybrid and not HAS_MIXERS:
         pytest.skip("needs mamba-ssm and causal-conv1d")
     check_report(compare(name, layers, scopes, count), count)
+
+
+@pytest.mark.skipif(not HAS_MIXERS, reason="needs mamba-ssm and causal-conv1d")
+@pytest.mark.skipif(not seams.packs_say_documents(), reason="mixers know the documents by the offsets")
+def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
+    packs = partial(Documented, says_documents=False)
+    report = compare("hybrid with Mamba and experts", "core", ("mamba", "attn", "mlp"), 8, packs=packs)
+    check_report(report, 8)
 
 
 GATED = {"moe_shared_expert_gate": True}

@@ -3,7 +3,7 @@
 
 import gc
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -29,21 +29,20 @@ def _micros(seed: int) -> list[Micro]:
     return [Micro(lengths=(3 + seed % 5 + i, 20 - i, 4 + seed % 7), seed=3 * seed + i) for i in range(3)]
 
 
-def _run(trainer: Trainer, order: str, micros: Sequence[Micro], *, eager: bool) -> Step:
+def _run(trainer: Trainer, order: str, micros: Sequence[Micro]) -> Step:
     """A step outside of any schedule."""
     trainer.zero_grad()
     losses: dict[int, Any] = {}
     kept = []
-    with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-        for what, number in order.split():
-            index = int(number)
-            if what == "F":
-                out, reduce = forward(trainer.model, micros[index], trainer.device)
-                losses[index], left = reduce(out)
-                kept.append(left["losses"])
-                del out
-            else:
-                losses.pop(index).backward()
+    for what, number in order.split():
+        index = int(number)
+        if what == "F":
+            out, reduce = forward(trainer.model, micros[index], trainer.device)
+            losses[index], left = reduce(out)
+            kept.append(left["losses"])
+            del out
+        else:
+            losses.pop(index).backward()
     return Step(losses=kept, grads=grads(trainer.chunk))
 
 
@@ -51,16 +50,14 @@ def _run(trainer: Trainer, order: str, micros: Sequence[Micro], *, eager: bool) 
     ("order", "slots"),
     [*((it, 2) for it in ORDERS), ("1F1B", 1), ("all forwards first", 1), ("all forwards first", 3)],
 )
-def test_as_many_micro_batches_replay_as_there_are_slots(install: Install, order: str, slots: int) -> None:
-    install(cuda_graph_slots=slots)
-    pair = Pair()
+def test_as_many_micro_batches_replay_as_there_are_slots(order: str, slots: int) -> None:
+    pair = Pair(plugin={"cuda_graph_slots": slots})
     pair.step(*_micros(0), times=2)
     before = pair.report()
     assert before["graphs"] == 2 * LAYERS * slots and before["verification"]["verified"] == 1
     for seed in range(1, STEPS + 1):
-        eager = _run(pair.eager, ORDERS[order], _micros(seed), eager=True)
         assert_same_bits(
-            eager, _run(pair.graphed, ORDERS[order], _micros(seed), eager=False), f"step {seed}:"
+            *pair.each(partial(_run, order=ORDERS[order], micros=_micros(seed))), f"step {seed}:"
         )
         for trainer in pair.both:
             trainer.update()
@@ -74,9 +71,8 @@ def test_as_many_micro_batches_replay_as_there_are_slots(install: Install, order
         assert eager_calls == STEPS * LAYERS
 
 
-def test_a_slot_that_somebody_holds_leaves_the_others(install: Install) -> None:
-    install(cuda_graph_slots=2)
-    pair = Pair()
+def test_a_slot_that_somebody_holds_leaves_the_others() -> None:
+    pair = Pair(plugin={"cuda_graph_slots": 2})
     pair.step(*_micros(0), times=2)
     trainer = pair.graphed
     trainer.zero_grad()

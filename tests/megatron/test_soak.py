@@ -12,7 +12,6 @@ EVENTS = 30
 SEEDS = [range(first, first + 3) for first in (1, 4)]
 
 
-@pytest.mark.both
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_any_order_of_events_leaves_eager_bits(seeds: range) -> None:
     outcomes = [run(draw(seed, EVENTS)) for seed in seeds]

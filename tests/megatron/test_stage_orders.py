@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import megatron_rig
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Step, step, the_plugin
+from megatron_rig import OPTIONS, Install, Micro, the_plugin
 from same_bits import assert_same_bits
-from torch import Tensor
 
 import megagraph
 from benchmarks.subjects.pipelines import Batch, Pass, StageStep, StageTrainer
@@ -43,15 +41,24 @@ def batches(count: int, seed: int, device: torch.device) -> list[Batch]:
     return [batch(place) for place in range(count)]
 
 
+def _without_ids(_chunk: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """As a host may call a chunk that begins with the hidden states of another stage."""
+    return args, {**given, "input_ids": None, "position_ids": None}
+
+
 class StagePair:
     """The same stage twice: one runs eager, the other with graphs."""
 
     def __init__(self, schedule: StageSchedule, *, deallocates: bool = False) -> None:
         options = dataclasses.replace(OPTIONS, layers=schedule.stages * schedule.chunks)
-        self.eager, self.graphed = (
+        self.eager, self.graphed = pair = [
             StageTrainer(options, schedule, deallocates=deallocates) for _ in range(2)
-        )
+        ]
         self.schedule = schedule
+        for trainer in pair if deallocates else ():
+            for model, chunk in zip(trainer.models, trainer.chunks, strict=True):
+                if not model.pre_process:
+                    chunk.register_forward_pre_hook(_without_ids, with_kwargs=True)
 
     def step(self, count: int, seed: int, *, forward_only: bool = False) -> StageStep:
         """A step of both, which must leave the same bits."""
@@ -155,72 +162,3 @@ def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_
     del pair
     gc.collect()
     assert plugin.all_graphs() == [] and plugin.leases() == leases
-
-
-# -- a chunk that begins with hidden states of another stage ---------------------------------------
-
-
-PACKS = [(9, 20), (3, 30, 8), (64,), (12,), (5, 5, 5)]
-MISFIT = (4,) * 9
-
-
-class LaterTrainer(megatron_rig.ModelTrainer):
-    """Trains a chunk that embeds nothing."""
-
-    def __init__(self, *, is_last: bool, has_ids: bool) -> None:
-        self.is_last, self.has_ids = is_last, has_ids
-        self.inputs: list[Tensor] = []
-        given = {"pre_process": False, "post_process": is_last}
-        super().__init__(arguments=lambda _: {**given, "share_embeddings_and_output_weights": False})
-
-    def forward(self, micro: Micro) -> tuple[Tensor, Any]:
-        """A micro-batch of hidden states that another stage would send."""
-        tokens, labels, mask, positions = (rows.to(self.device) for rows in micro.row_lists())
-        generator = torch.Generator().manual_seed(micro.seed)
-        hidden = torch.randn(tokens.numel(), 1, OPTIONS.hidden, generator=generator).to(self.device)
-        dtype = torch.bfloat16 if OPTIONS.bf16 else torch.float32
-        self.inputs.append(hidden.to(dtype).requires_grad_(torch.is_grad_enabled()))
-        self.chunk.set_input_tensor(self.inputs[-1])
-        out = self.model(
-            input_ids=tokens[None] if self.has_ids else None,
-            position_ids=positions[None] if self.has_ids else None,
-            attention_mask=None,
-            labels=labels[None] if self.is_last else None,
-            packed_seq_params=micro.params(self.device),
-        )
-        assert out.shape == ((1, tokens.numel()) if self.is_last else (tokens.numel(), 1, OPTIONS.hidden))
-        of_rows = out if self.is_last else out.float().square().mean(-1).view(1, -1)
-        return of_rows, lambda losses: megatron_rig._loss(losses, mask)
-
-
-def _step(trainer: LaterTrainer, lengths: list[tuple[int, ...]], *, eager: bool = False) -> Step:
-    """A step, with the gradients of what was handed over."""
-    trainer.inputs.clear()
-    micros = [Micro(lengths=each, seed=sum(each)) for each in lengths]
-    left = step(trainer, micros, eager=eager)
-    for index, given in enumerate(trainer.inputs):
-        assert given.grad is not None
-        left.grads[f"input {index}"] = given.grad.clone()
-    return left
-
-
-@pytest.mark.parametrize(("is_last", "has_ids"), [(True, False), (True, True), (False, False)])
-def test_a_chunk_replays_with_the_bits_of_eager(
-    install: Install, is_last: bool, has_ids: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install()
-    eager, graphed = (LaterTrainer(is_last=is_last, has_ids=has_ids) for _ in range(2))
-    by_model = {id(trainer.model): trainer for trainer in (eager, graphed)}
-    monkeypatch.setattr(
-        megatron_rig, "forward", lambda model, micro, device: by_model[id(model)].forward(micro)
-    )
-    for index in range(4):
-        lengths = [PACKS[(index + place) % len(PACKS)] for place in range(3)]
-        assert_same_bits(_step(eager, lengths, eager=True), _step(graphed, lengths), f"step {index}")
-    lengths = [PACKS[0], MISFIT]
-    assert_same_bits(_step(eager, lengths, eager=True), _step(graphed, lengths), "a pack that does not fit")
-    _of_eager, report = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS, "TOO_MANY_SEQUENCES": LAYERS}
-    assert report["replays"] == (3 * 3 + 1) * LAYERS and report["failures"] == []
-    assert report["verification"]["verified"] == 1
-    assert graphed.chunk.decoder.input_tensor is graphed.inputs[-1]

@@ -160,10 +160,9 @@ def test_states_that_have_graphs_replay_however_often_they_alternate(pair: rig.P
 
 
 def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(
-    install: rig.Install, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    install(cuda_graph_max_states=2)
-    pair = rig.Pair(**PROBED)
+    pair = rig.Pair(plugin={"cuda_graph_max_states": 2}, **PROBED)
     pair.step(rig.ONE, times=2)
     graphs = pair.report()["graphs"]
     names = ("text", "float")
@@ -193,10 +192,9 @@ def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(
 
 
 def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
-    install: rig.Install, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    install(cuda_graph_max_states=3)
-    pair = rig.Pair(**PROBED)
+    pair = rig.Pair(plugin={"cuda_graph_max_states": 3}, **PROBED)
     pair.step(rig.ONE, times=2)
     before = pair.report()
     for index in range(8):
@@ -206,17 +204,6 @@ def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
     said = [text for text in caplog.messages if "before each of the last 3 steps" in text]
     assert len(said) == 2  # one of each model
     assert "layer 1.mlp: number" in said[0]
-
-
-def test_a_schedule_from_the_first_step_on_is_never_replayed(install: rig.Install) -> None:
-    install(cuda_graph_warmup_steps=2)
-    pair = rig.Pair(**PROBED)
-    for index in range(5):
-        _set_number(pair, 1.0 + index)
-        pair.step(rig.ONE)
-    report = pair.report()
-    assert report["replays"] == rig.LAYERS  # the state that was captured, in the step after
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "STATE_CHANGED": 2 * rig.LAYERS}
 
 
 def test_an_evaluation_does_not_capture_training_in_its_own_state(pair: rig.Pair) -> None:

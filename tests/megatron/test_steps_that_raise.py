@@ -51,11 +51,10 @@ def _broken_call(trainer: Trainer) -> None:
 @pytest.mark.parametrize("broken", [_broken_step, _broken_call])
 @pytest.mark.parametrize("scopes", [(), ("attn",), ("mlp",)])
 def test_what_is_garbage_is_collected_before_the_next_step(
-    install: rig.Install, scopes: tuple[str, ...], broken: Callable[[Trainer], object]
+    scopes: tuple[str, ...], broken: Callable[[Trainer], object]
 ) -> None:
     """Bug: not after a call that raised outside of any schedule."""
-    install(cuda_graph_modules=scopes)
-    pair = rig.Pair()
+    pair = rig.Pair(plugin={"cuda_graph_modules": scopes})
     pair.step(rig.ONE, rig.TWO, times=3)
     before = pair.report()["eager"]
     pair.each(broken)
@@ -63,15 +62,13 @@ def test_what_is_garbage_is_collected_before_the_next_step(
     assert pair.report()["eager"] == before
 
 
-class _Lost(Exception):
-    pass
+class GaveUp(RuntimeError):
+    """What the host's code raises."""
 
 
 def _raise_in_layer(trainer: Trainer) -> None:
-    def fail(*_args: Any, **_kwargs: Any) -> None:
-        raise _Lost
-
-    with mock.patch.object(trainer.chunk.decoder.layers[1].mlp, "_call_impl", fail), pytest.raises(_Lost):
+    fail = mock.Mock(side_effect=GaveUp)
+    with mock.patch.object(trainer.chunk.decoder.layers[1].mlp, "_call_impl", fail), pytest.raises(GaveUp):
         rig.step(trainer, [rig.ONE])
 
 
@@ -103,10 +100,6 @@ def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(
     del held
     pair.step(rig.ONE, rig.TWO)
     assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS
-
-
-class GaveUp(RuntimeError):
-    """What the host's code raises in the second of three micro-batches."""
 
 
 def _raise_in_loss(trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Step, grads, report_of, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Step, grads, report_of, step, weights
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -45,11 +45,11 @@ def _stock_spec() -> object:
     return get_gpt_layer_local_spec()
 
 
-def _one_by_one(options: ModelOptions, weights: dict[str, Tensor], micro: Micro) -> tuple[Tensor, Step]:
+def _one_by_one(options: ModelOptions, taken: dict[str, Tensor], micro: Micro) -> tuple[Tensor, Step]:
     """Each document alone, unpacked, through Megatron's own modules. Losses are document after document."""
     assert not megagraph.reports()
     trainer = Trainer(options, spec=_stock_spec())
-    missing = trainer.chunk.load_state_dict(weights, strict=False)
+    missing = trainer.chunk.load_state_dict(taken, strict=False)
     assert not [name for name in missing.missing_keys if not name.endswith("_extra_state")]
     trainer.model.zero_grad_buffer()
     total = sum(max(length - 1, 0) for length in micro.lengths)
@@ -68,11 +68,6 @@ def _one_by_one(options: ModelOptions, weights: dict[str, Tensor], micro: Micro)
         (loss.sum() / total).backward()
         losses.append(loss.detach())
     return torch.cat(losses), Step(losses=[], grads=grads(trainer.chunk))
-
-
-def _state(trainer: Trainer) -> dict[str, Tensor]:
-    state = trainer.chunk.state_dict()
-    return {name: tensor.clone() for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 def _valid(losses: Tensor, micro: Micro) -> Tensor:
@@ -100,11 +95,11 @@ def test_each_document_alone_in_stock_megatron_has_the_packs_losses_and_gradient
     options = dataclasses.replace(OPTIONS, query_groups=query_groups)
     install()
     trainer = Trainer(options)
-    weights = _state(trainer)
+    taken = weights(trainer.chunk)
     packed = step(trainer, [micro], update=False, times=2)
     assert report_of(trainer)["eager"] == eager
     megagraph.uninstall()
-    losses, alone = _one_by_one(options, weights, micro)
+    losses, alone = _one_by_one(options, taken, micro)
     _close(_valid(packed.losses[0], micro), losses, "the losses")
     assert packed.grads.keys() == alone.grads.keys()
     for name, grad in packed.grads.items():

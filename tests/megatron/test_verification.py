@@ -120,10 +120,9 @@ def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
-def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(install: rig.Install) -> None:
+def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches() -> None:
     """What was captured is spoilt, as a stray write into a pool would do it."""
-    install(verify=4)
-    pair = rig.Pair()
+    pair = rig.Pair(plugin={"verify": 4})
     pair.step(rig.ONE, times=2)
     assert pair.report()["verification"]["verified"] == 1
     spoilt = {"by": 1.0}
@@ -146,7 +145,7 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_what_is_verified_again_waits_for_the_state_of_its_graphs(
-    install: rig.Install, monkeypatch: pytest.MonkeyPatch, every: int
+    monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     """Bug: graphs of a training were compared with layers that were in evaluation by then."""
     modes = []
@@ -156,8 +155,7 @@ def test_what_is_verified_again_waits_for_the_state_of_its_graphs(
         return verify(bank, key, example)
 
     monkeypatch.setattr("megagraph.megatron.graphs.verifying.verify", verifies)
-    install(verify=every)
-    pair = rig.Pair()
+    pair = rig.Pair(plugin={"verify": every})
     for _ in range(8):
         pair.step(rig.ONE, rig.TWO)
         pair.evaluate(rig.ONE)

@@ -54,13 +54,3 @@ def test_each_interval_of_training_steps_has_a_line(
         f"steps 3-4: GPTModel: {2 * calls + 2 * LAYERS} of {2 * calls + 2 * LAYERS} layer calls replayed, "
         f"0 eager; 2 states captured, {guards.format(2)}",
     ]
-
-
-def test_the_log_is_silent_where_the_interval_is_zero(
-    install: Install, caplog: pytest.LogCaptureFixture
-) -> None:
-    install(log_interval=0)
-    trainer = Trainer(OPTIONS)
-    with caplog.at_level(logging.INFO, logger="megagraph"):
-        step(trainer, [ONE])
-    assert "layer calls" not in caplog.text

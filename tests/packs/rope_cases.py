@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts and tables that the tests of rope_thd share."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from offsets import offsets
 from torch import Tensor
 
 from megagraph.packs.ops import RopeLayout
@@ -17,11 +14,6 @@ LAYOUTS: dict[RopeLayout, dict[str, bool]] = {
     "mla_interleaved": {"mla_interleaved": True},
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def without_empty_documents(document_lengths: list[int], device: str) -> Tensor:
-    """What Megatron gets: release 0.19 cannot reshape an empty document in the interleaved layout."""
-    return offsets([length for length in document_lengths if length], device)
 
 
 def frequencies(
@@ -38,17 +30,3 @@ def frequencies(
 def tables(freqs: Tensor, dtype: torch.dtype, mscale: float = 1.0) -> tuple[Tensor, Tensor]:
     flat = freqs.flatten(1)
     return (flat.cos() * mscale).to(dtype), (flat.sin() * mscale).to(dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """Stands in for a context-parallel process group."""
-
-    cp_size: int
-    cp_rank: int
-
-    def size(self) -> int:
-        return self.cp_size
-
-    def rank(self) -> int:
-        return self.cp_rank

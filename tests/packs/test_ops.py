@@ -219,6 +219,19 @@ def test_what_flash_attention_cannot_do_is_refused() -> None:
         ops.varlen_attention(odd, odd, odd, cu_seqlens, 4)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "spare", "end"), [([], 2, None), ([0, 7, 0], 0, 9), ([1] * 1000, 1999, 2**31 - 1)]
+)
+def test_added_offsets_repeat_the_last_one_or_the_physical_end(
+    device: str, lengths: list[int], spare: int, end: int | None
+) -> None:
+    """Of more documents than one block of threads, too."""
+    given = offsets(lengths, device)
+    padded = CORE.pad_cu_seqlens(given, len(lengths) + spare, end)
+    assert padded.tolist() == given.tolist() + [sum(lengths) if end is None else end] * spare
+    assert (padded.dtype, padded.device) == (int32, given.device) and padded.data_ptr() != given.data_ptr()
+
+
 # -- registration --------------------------------------------------------------------------------
 
 

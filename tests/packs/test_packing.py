@@ -247,18 +247,9 @@ def test_staging_writes_the_same_offsets(
 # -- canonical packs -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Pack:
-    """What packs of a release carry."""
-
-    qkv_format: str | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_kv: Tensor | None = None
-    cu_seqlens_q_padded: Tensor | None = None
-    cu_seqlens_kv_padded: Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_kv: int | None = None
-    pad_between_seqs: bool | None = None
+# What packs of a release carry.
+FIELDS = (*vars(pack_of(CU)), "pad_between_seqs")
+Pack = dataclasses.make_dataclass("Pack", [(name, Any, None) for name in FIELDS])
 
 
 def made(form: PackForm, tail: TailConvention, *offsets: Tensor, of: type[Any] = Pack) -> Any:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offsets import offsets
-from rope_cases import Rank, frequencies, tables, without_empty_documents
+from rope_cases import frequencies, tables
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -82,7 +82,6 @@ def summed(grads: Tensor) -> Tensor:
 # -- roundings -----------------------------------------------------------------------------------
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("cp_size", [1, 4])
 @settings(max_examples=15)
 @given(
@@ -93,7 +92,6 @@ def summed(grads: Tensor) -> Tensor:
     mscale=st.sampled_from([1.0, MSCALE]),
 )
 def test_bits_of_megatrons_unfused_path(
-    rope_utils: ModuleType,
     device: str,
     cp_size: int,
     units: list[int],
@@ -102,28 +100,25 @@ def test_bits_of_megatrons_unfused_path(
     shape: Shape,
     mscale: float,
 ) -> None:
-    """Its split, rotation, expansion and concatenation, forward and backward, on every rank."""
+    """Its split, expansion and concatenation, on every rank; bits of its rotation: test_rope_thd.py."""
     heads, content, rotary, value = shape
     lengths = [unit * 2 * cp_size for unit in units]
     rows = sum(lengths) // cp_size
-    freqs = frequencies(sum(lengths) + 1, rotary, "mla_interleaved", device)
+    how = (
+        *tables(frequencies(sum(lengths), rotary, "mla_interleaved", device), dtype, mscale),
+        offsets(lengths, device),
+    )
     for cp_rank in range(cp_size):
-        group = Rank(cp_size=cp_size, cp_rank=cp_rank)
-
-        def theirs(t: Tensor, *, group: Rank = group) -> Tensor:
-            turned: Tensor = rope_utils._apply_rotary_pos_emb_thd(
-                t, without_empty_documents(lengths, device), freqs, False, True, mscale=mscale, cp_group=group
-            )
-            return turned
-
+        rank = {"cp_size": cp_size, "cp_rank": cp_rank}
         all_rows = inputs(shape, rows + tail, dtype, device)
         grads = random_grads(shape, rows + tail, dtype, device)
         for t in (*all_rows, *grads):
             t[rows:] = torch.nan
         q, kv, k_pe = (t[:rows].clone().requires_grad_() for t in all_rows)
-        turned = theirs(k_pe)
+        (turned,) = rope_thd([k_pe], *how, layout="mla_interleaved", **rank)
+        (query,) = rope_thd([q[..., content:]], *how, layout="mla_interleaved", **rank)
         expected = (
-            torch.cat((q[..., :content], theirs(q[..., content:])), -1),
+            torch.cat((q[..., :content], query), -1),
             torch.cat((kv[..., :content], turned.expand(-1, heads, -1)), -1),
             kv[..., content:],
         )
@@ -133,14 +128,9 @@ def test_bits_of_megatrons_unfused_path(
             torch.cat((dk[..., :content], dv), -1),
             *torch.autograd.grad(turned, k_pe, summed(dk[..., content:]), retain_graph=True),
         )
-        actual = run(
-            *(*all_rows, grads, *tables(freqs, dtype, mscale), offsets(lengths, device)),
-            v_dim=value,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-        )
-        for ours, theirs_ in zip(actual, (*expected, *expected_grads), strict=True):
-            assert torch.equal(ours[:rows], theirs_)
+        actual = run(*all_rows, grads, *how, v_dim=value, **rank)
+        for ours, theirs in zip(actual, (*expected, *expected_grads), strict=True):
+            assert torch.equal(ours[:rows], theirs)
             assert torch.equal(ours[rows:], torch.zeros_like(ours[rows:]))
         if dtype is torch.float32:  # its sum over the heads has another order
             (whole,) = torch.autograd.grad(expected[1], k_pe, dk)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """rope_thd beside Megatron's own unfused path, bit for bit, and by each head alone."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offsets import offsets
-from rope_cases import Rank, frequencies, layouts, tables, without_empty_documents
+from rope_cases import frequencies, layouts, tables
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -101,12 +101,13 @@ def test_bits_of_megatrons_unfused_path(
         theirs = t[:rows].clone().requires_grad_()
         expected = rope_utils._apply_rotary_pos_emb_thd(
             theirs,
-            without_empty_documents(lengths, device),
+            # Release 0.19 cannot reshape an empty document in the interleaved layout.
+            offsets([length for length in lengths if length], device),
             freqs,
             layout == "interleaved",
             layout == "mla_interleaved",
             mscale=mscale,
-            cp_group=Rank(cp_size=cp_size, cp_rank=cp_rank),
+            cp_group=SimpleNamespace(size=lambda: cp_size, rank=lambda cp_rank=cp_rank: cp_rank),
         )
         expected.backward(grad[:rows])
 

@@ -96,22 +96,6 @@ def test_tables_keep_neither_the_frequencies_nor_the_object_alive() -> None:
     assert dying[1]() is None and cos.shape == (32, 8)
 
 
-# -- what tables hold ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mscale", [1.0, 1.2079])
-def test_tables_are_rounded_once_from_float32(dtype: torch.dtype, mscale: float) -> None:
-    freqs = frequencies().requires_grad_()
-    cos, sin = RotaryTables().tables(freqs, dtype, mscale)
-    flat = freqs.detach()[:, 0, 0]
-    assert torch.equal(cos, (flat.cos() * mscale).to(dtype))
-    assert torch.equal(sin, (flat.sin() * mscale).to(dtype))
-    for table in (cos, sin):
-        assert table.is_contiguous()
-        assert not table.requires_grad
-
-
 # -- Megatron's bits -----------------------------------------------------------------------------
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules keep to their limits, waste little, and are found in milliseconds."""
 
-import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -159,59 +158,22 @@ def test_what_cannot_be_scheduled_is_an_error_that_says_why(
 # -- beside the best schedule of a few documents, by trying all of them ------------------------------
 
 
-class Optimum(NamedTuple):
-    num_micro_batches: int
-    cost: float  # of the costliest rank
+def layouts(limits: ScheduleLimits, left: tuple[int, ...], last: tuple[int, int] = (-1, 0)) -> Iterator[Any]:
+    """Sizes and first ranks of packs, so that each rank is in as many as it has `left`."""
+    first = next((rank for rank, count in enumerate(left) if count), None)
+    if first is None:
+        yield []
+        return
+    for size in limits.cp_sizes:
+        group = left[first : first + size]
+        if first % size == 0 and min(group) > 0 and (first != last[0] or size <= last[1]):
+            rest = (*left[:first], *(count - 1 for count in group), *left[first + size :])
+            yield from ([(size, first), *others] for others in layouts(limits, rest, (first, size)))
 
 
-class _Pack:
-    def __init__(self, size: int, group: int) -> None:
-        self.size, self.group = size, group
-        self.rows = self.num = 0
-
-    def state(self) -> tuple[int, int, int, int]:
-        return self.size, self.group, self.rows, self.num
-
-
-def _layouts(limits: ScheduleLimits, num: int) -> list[list[tuple[int, int]]]:
-    """How many packs each group may have, so that each rank is in `num`: (size, group), repeated.
-
-    Of layouts that differ by the order of equal neighbours only one is given.
-    """
-
-    def below(level: int, left: int) -> list[tuple[tuple[int, ...], ...]]:
-        """Of one group of a level: counts by level, each a tuple over the groups within."""
-        if level == 0:
-            return [((left,),)]
-        ratio = limits.cp_sizes[level] // limits.cp_sizes[level - 1]
-        found = []
-        for own in range(left + 1):
-            for parts in itertools.combinations_with_replacement(below(level - 1, left - own), ratio):
-                merged = tuple(sum((part[i] for part in parts), ()) for i in range(level))
-                found.append((*merged, (own,)))
-        return found
-
-    top = len(limits.cp_sizes) - 1
-    layouts = []
-    for parts in itertools.combinations_with_replacement(
-        below(top, num), limits.ranks // limits.cp_sizes[top]
-    ):
-        layouts.append(
-            [
-                (size, group)
-                for level, size in enumerate(limits.cp_sizes)
-                for group, count in enumerate(sum((part[level] for part in parts), ()))
-                for _ in range(count)
-            ]
-        )
-    return layouts
-
-
-def _search(
-    lengths: Sequence[int], limits: ScheduleLimits, layout: list[tuple[int, int]], bound: float
-) -> float:
-    """The least cost of a layout, or `bound` if none is below."""
-    packs = [_Pack(size, group) for size, group in layout]
+def least_cost(lengths: Sequence[int], limits: ScheduleLimits, layout: list[Any], bound: float) -> float:
+    """Of a layout: the costliest rank's, or `bound` if none is below."""
+    packs = [[size, first, 0, 0] for size, first in layout]  # and the rows and documents of each
     loads = [0.0] * limits.ranks
     order = sorted(lengths, reverse=True)
     best = bound
@@ -225,40 +187,34 @@ def _search(
             return
         seen = set()
         for pack in packs:
-            if pack.state() in seen:  # packs of one group are alike
+            size, first, before, num = state = tuple(pack)
+            rows = document_rows(order[index], size, limits)
+            if before + rows > limits.max_seqlen_per_dp_cp_rank or num == limits.max_packed_seqs:
                 continue
-            seen.add(pack.state())
-            rows = document_rows(order[index], pack.size, limits)
-            if pack.rows + rows > limits.max_seqlen_per_dp_cp_rank or pack.num == limits.max_packed_seqs:
+            of_ranks = loads[first : first + size]
+            cost = max(of_ranks) + document_cost(order[index], size, limits)
+            if state in seen or cost >= best * (1 - 1e-12):  # packs of one group are alike
                 continue
-            cost = document_cost(order[index], pack.size, limits)
-            first = pack.group * pack.size
-            ranks = range(first, first + pack.size)
-            before = [loads[rank] for rank in ranks]
-            if max(before) + cost >= best * (1 - 1e-12):
-                continue
-            for rank in ranks:
-                loads[rank] += cost
-            pack.rows += rows
-            pack.num += 1
-            place(index + 1, num_empty - (pack.num == 1))
-            pack.rows -= rows
-            pack.num -= 1
-            loads[first : first + pack.size] = before
+            seen.add(state)
+            loads[first : first + size] = [load + cost - max(of_ranks) for load in of_ranks]
+            pack[2:] = before + rows, num + 1
+            place(index + 1, num_empty - (num == 0))
+            pack[2:] = before, num
+            loads[first : first + size] = of_ranks
 
     place(0, len(packs))
     return best
 
 
-def optimum(lengths: Sequence[int], limits: ScheduleLimits, *, at_most: int) -> Optimum | None:
+def optimum(lengths: Sequence[int], limits: ScheduleLimits, *, at_most: int) -> tuple[int, float] | None:
     """The fewest micro-batches that are possible at all, and the least cost with that many."""
     for num in range(limits.micro_batch_multiple, at_most + 1, limits.micro_batch_multiple):
         cost = float("inf")
-        for layout in _layouts(limits, num):
+        for layout in layouts(limits, (num,) * limits.ranks):
             if len(layout) <= len(lengths):
-                cost = _search(lengths, limits, layout, cost)
+                cost = least_cost(lengths, limits, layout, cost)
         if cost < float("inf"):
-            return Optimum(num, cost)
+            return num, cost
     return None
 
 
@@ -291,9 +247,9 @@ def test_schedules_of_few_documents_are_close_to_the_best_ones() -> None:
             continue
         num = len(schedule.micro_batches)
         best = optimum(lengths, limits, at_most=num)
-        assert best is not None and num <= best.num_micro_batches + 1
-        if num == best.num_micro_batches:
-            ratios.append(max(schedule.costs) / best.cost)
+        assert best is not None and num <= best[0] + 1
+        if num == best[0]:
+            ratios.append(max(schedule.costs) / best[1])
         else:
             num_longer += 1
     assert len(ratios) > 250 and num_failed > 20
