@@ -12,7 +12,7 @@ from functools import partial
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, plain
+from benchmarks.measuring.results import Figure, Measurement, against, plain
 from benchmarks.subjects.steps import (
     FURTHER_STEPS,
     NUM_SEQS,
@@ -62,10 +62,8 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
     def executables(answer: Answer) -> int:
         return int(answer["outside"] - answer["outside_before"])
 
-    def beside(what: str, value: float, rival: str, its: float, slack: float | None = None) -> Figure:
-        bar = None if slack is None else slack * its / MIB
-        title, value, its = f"{name}: {what}", value / MIB, its / MIB
-        return Figure(name=title, value=value, unit="MiB", bar=bar, rival=rival, rival_value=its)
+    def beside(what: str, value: float, rival: str, its: float, share: float | None = None) -> Figure:
+        return against(f"{name}: {what}", value / MIB, rival, its / MIB, share=share)
 
     same, peak = "eager, the same physical tokens", "peak memory reserved"
     outside, pools = "executables, outside the allocator", "pools of the graphs"

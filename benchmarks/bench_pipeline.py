@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, plain, timed
+from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
 from benchmarks.subjects import pipelines
 from benchmarks.subjects.hosts import DETERMINISTIC, on_ranks
 from benchmarks.subjects.packs import model_options
@@ -57,10 +57,10 @@ PARTS: Parts = {
 
 def _memory_figures(name: str) -> list[Figure]:
     eager, graphed = (measure_part(__name__, f"{name}: {how}") for how in HOW)
-    title, peak = f"one stage alone, {name}, hidden 1024, full packs of 4096", eager["reserved"] / MIB
-    rival = {"rival": "eager, the same order", "rival_value": peak, "bar": PEAK * peak}
+    title = f"one stage alone, {name}, hidden 1024, full packs of 4096"
+    peak, its = (answer["reserved"] / MIB for answer in (graphed, eager))
     return [
-        Figure(name=f"{title}: peak memory reserved", value=graphed["reserved"] / MIB, unit="MiB", **rival),
+        against(f"{title}: peak memory reserved", peak, "eager, the same order", its, share=PEAK),
         *plain(title, {"slots of all chunks": (graphed["slots"], "slots")}),
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, plain, timed
+from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
 from benchmarks.subjects.hosts import engines_spec
 from benchmarks.subjects.packs import LAYER_KINDS
 from benchmarks.subjects.steps import measure_steps, step_case
@@ -87,15 +87,15 @@ def _layer_figures(kind: str) -> list[Figure]:
     its, peak = median(answers[EAGER]["graphed"]), answers[EAGER]["reserved"] / MIB
     figures: list[Figure] = []
     for scopes, answer in answers.items():
-        walls: dict[str, Any] = {"rival": EAGER, "rival_value": its, "bar": its}
-        peaks: dict[str, Any] = {"rival": EAGER, "rival_value": peak, "bar": PEAK_BAR * peak}
+        walls: dict[str, Any] = {"rival": EAGER, "rival_value": its, "bar": its} if scopes != EAGER else {}
+        step, memory = (
+            f"{kind}: {scopes}: {what}" for what in ("a step of four micro-batches", "peak memory reserved")
+        )
+        figures.append(timed(step, answer["graphed"], "ms", **walls))
         if scopes == EAGER:
-            walls, peaks = {}, {}
-        name, reserved = f"{kind}: {scopes}", answer["reserved"] / MIB
-        figures += [
-            timed(f"{name}: a step of four micro-batches", answer["graphed"], "ms", **walls),
-            Figure(name=f"{name}: peak memory reserved", value=reserved, unit="MiB", **peaks),
-        ]
+            figures.append(Figure(name=memory, value=peak, unit="MiB"))
+        else:
+            figures.append(against(memory, answer["reserved"] / MIB, EAGER, peak, share=PEAK_BAR))
     return figures
 
 

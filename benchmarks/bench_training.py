@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, timed
+from benchmarks.measuring.results import Figure, Measurement, against, timed
 from benchmarks.subjects.hosts import DETERMINISTIC, install_for
 from benchmarks.subjects.packs import CASES, Case
 from megagraph import megatron
@@ -62,14 +62,10 @@ def _figures_of(name: str) -> list[Figure]:
     rival: dict[str, Any] = {"bar": wall, "rival": "eager", "rival_value": wall}
     capture = 1e3 * report["capture_seconds"] / report["graphs"]
 
-    def beside(what: str, key: str, bar: float | None) -> Figure:
-        of, its = graphed[key], eager[key]
-        return Figure(name=what, value=of, unit="MiB", bar=bar, rival="eager", rival_value=its)
-
     return [
         timed(f"{name}: forward and backward of a step, median", graphed["walls_ms"], "ms", **rival),
-        beside(peak, "fitting", 1.05 * eager["fitting"]),
-        beside(f"{peak}, with packs over the capacity", "all", None),
+        against(peak, graphed["fitting"], "eager", eager["fitting"], share=1.05),
+        against(f"{peak}, with packs over the capacity", graphed["all"], "eager", eager["all"]),
         Figure(name=f"{name}: capture", value=capture, unit="ms a graph", bar=40),
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test runs under: which megatron-core, how many threads, what is skipped.
+"""What every test runs under: which megatron-core, one thread, what is skipped.
 
 `MEGAGRAPH_TEST_CORE` names a folder with an unpacked megatron-core wheel that is tested in place of the
 installed release.
@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-IS_ONE_OF_SEVERAL = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
-THREADS = 1 if IS_ONE_OF_SEVERAL else 2
+# Shapes are small: more threads would only wait for one another.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 TEST_CORE = os.environ.get("MEGAGRAPH_TEST_CORE")
 if TEST_CORE:
@@ -28,9 +28,6 @@ if TEST_CORE:
     sys.path.insert(0, folder)
     # For the processes that tests start.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-if IS_ONE_OF_SEVERAL:  # pytest-xdist's process that started this one has set it for itself
-    os.environ["OMP_NUM_THREADS"] = str(THREADS)
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -116,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests and megatron_core_version() is not None:
         import_core()

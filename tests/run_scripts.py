@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts and a config file as users of `megagraph run` write them."""
+"""What users of the commands write: scripts, a config file, documents."""
+
+import json
+from pathlib import Path
 
 # Says what it sees to the file next to it.
 WITNESS = """
@@ -50,3 +53,29 @@ max_seqlen_per_dp_cp_rank = 64
 cuda_graph_warmup_steps = 1
 progress = false
 """
+
+
+class Files:
+    """Writes them into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def script(self, text: str, name: str = "script.py") -> Path:
+        """In a folder of its own."""
+        path = self.folder / "scripts" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def toml(self, text: str = TOML, report: Path | None = None) -> Path:
+        """A config."""
+        path = self.folder / "run.toml"
+        path.write_text(text + (f'report = "{report}"\n' if report else ""))
+        return path
+
+    def jsonl(self, *rows: object) -> Path:
+        """Documents."""
+        path = self.folder / "docs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path

@@ -38,6 +38,8 @@ def test_rank_0_says_everything_and_others_keep_to_labelled_warnings(
         log.info("captured")
         log.warning("%d %% eager", 5)
     assert lines(caplog) == ["captured", "5 % eager", "[rank 3] 5 % eager"]
+    monkeypatch.delenv("RANK")
+    assert rank() == 0
 
 
 def test_inside_a_models_turn_its_name_comes_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,8 +47,3 @@ def test_inside_a_models_turn_its_name_comes_first(caplog: pytest.LogCaptureFixt
         log.warning("stays eager")
     log.warning("outside")
     assert lines(caplog) == ["GPTModel #2: stays eager", "outside"]
-
-
-def test_a_process_without_ranks_is_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert rank() == 0

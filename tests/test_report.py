@@ -124,14 +124,9 @@ def test_capacities_and_micro_batches_are_told_apart_by_the_ranks_that_share_the
 
 def test_scalars_are_plain_numbers_by_name() -> None:
     values = scalars(MODEL)
-    assert values == {
-        "megagraph/calls": 12_000.0,
-        "megagraph/replays": 9_000.0,
-        "megagraph/capture_seconds": 1.256,
-        "megagraph/padding_share": 0.125,
-        "megagraph/eager/WARMING_UP": 2_400.0,
-        "megagraph/eager/TOO_MANY_SEQUENCES": 600.0,
-    }
+    plain = {"calls": 12_000, "replays": 9_000, "capture_seconds": 1.256, "padding_share": 0.125}
+    plain |= {f"eager/{reason}": count for reason, count in MODEL["eager"].items()}
+    assert values == {f"megagraph/{name}": value for name, value in plain.items()}
     assert {type(value) for value in values.values()} == {float}
 
 
@@ -178,18 +173,15 @@ def test_a_reader_sees_the_old_report_until_the_new_one_is_whole(
     assert drafts[0].parent == path.parent and not drafts[0].exists()
 
 
-def test_a_report_that_fails_halfway_leaves_the_old_one_alone(path: Path) -> None:
+def test_a_write_or_a_move_that_fails_leaves_the_old_one_and_no_draft(path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         write_report([MODEL | {"calls": object()}], path)
     assert read_report(path) == [MODEL]
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_move_that_fails_leaves_no_draft(tmp_path: Path) -> None:
-    (tmp_path / "report.json").mkdir()
-    with pytest.raises(OSError, match=r"report\.json"):
-        write_report([MODEL], tmp_path / "report.json")
-    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    folder = path.with_name("folder.json")
+    folder.mkdir()
+    with pytest.raises(OSError, match=r"folder\.json"):
+        write_report([MODEL], folder)
+    assert sorted(path.parent.iterdir()) == [folder, path]
 
 
 # -- malformed files -----------------------------------------------------------------------------
@@ -204,10 +196,7 @@ WRONG_VALUES: list[tuple[str, object]] = [
     ("text", "message"),
     [
         ("", "expected JSON, Expecting value: line 1 column 1"),
-        ('{"models": [', "expected JSON, Expecting value: line 1 column 13"),
-        ("[]", "expected an object with a list 'models'"),
-        ("{}", "expected an object with a list 'models'"),
-        ('{"models": {}}', "expected an object with a list 'models'"),
+        *((it, "expected an object with a list 'models'") for it in ("[]", "{}", '{"models": {}}')),
         ('{"models": [3]}', f"models[0]: expected the keys {', '.join(KEYS)}, no model"),
         (
             json.dumps({"models": [MODEL, {key: MODEL[key] for key in KEYS if key != "eager"}]}),
@@ -225,8 +214,6 @@ def test_a_malformed_report_is_named_with_what_was_expected(
 ) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {message}')}"):
-        read_report(path)
     assert main(["report", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"megagraph report: {path}: {message}")
@@ -248,23 +235,20 @@ def test_what_is_no_text_file_ends_with_2_and_is_named(
 LEASES = {"stage 0": [[0, True, 1.0, 4.0], [1, False, 2.0, None]]}
 
 
-def test_leases_are_read_from_the_files_of_all_stages(tmp_path: Path) -> None:
+def test_leases_are_read_from_the_files_of_all_stages_and_the_one_with_wrong_leases_is_named(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.json"
     write_report([MODEL], path, stages=3, leases=LEASES)
     write_report([MODEL], tmp_path / "run.stage2.json", leases={"stage 2": [[0, True, 5, 6]]})
     found = read_leases(path)
     assert [*found] == ["stage 0", "stage 2"]  # that of stage 1 is not there
     assert found["stage 0"] == [(0, True, 1.0, 4.0), (1, False, 2.0, None)]
-    write_report([MODEL], path)
-    assert read_leases(path) == {}
-
-
-def test_of_several_files_the_one_with_wrong_leases_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    write_report([MODEL], path, stages=2, leases=LEASES)
     write_report([MODEL], tmp_path / "run.stage1.json", leases={"stage 1": [[0]]})
     with pytest.raises(ValueError, match=r"run\.stage1\.json: leases\.stage 1: expected .*, got \[0\]"):
         read_leases(path)
+    write_report([MODEL], path)
+    assert read_leases(path) == {}
 
 
 WRONG = [
@@ -300,11 +284,7 @@ def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: pytest
     ("more", "image", "message"),
     [
         ({}, "slots.png", "no model chunk has had several slots"),
-        (
-            {"leases": {"stage 0": [[0, True, 10**400, None]]}},
-            "slots.png",
-            "run.json: leases.stage 0: expected",
-        ),
+        ({"leases": {"stage 0": [[0]]}}, "slots.png", "run.json: leases.stage 0: expected"),
         ({"leases": LEASES}, "slots", "slots: expected an image"),
         ({"leases": LEASES}, "gone/slots.png", "gone/slots.png"),
     ],

@@ -34,9 +34,8 @@ def test_a_file_is_read_and_written_again_key_for_key(
     result = read_result(one)
     monkeypatch.setattr(results, "describe_environment", lambda: result.environment)
     write_result(other, result.figures)
-    assert json.loads(other.read_text()) == RECORD
-    assert list(json.loads(other.read_text())) == list(RECORD)
-    assert list(json.loads(other.read_text())["figures"][0]) == list(FIGURE)
+    written = json.loads(other.read_text())
+    assert written == RECORD and [*written] == [*RECORD] and [*written["figures"][0]] == [*FIGURE]
     assert [path.name for path in other.parent.iterdir()] == ["other.json"]
 
 
@@ -114,9 +113,7 @@ def test_the_environment_names_device_versions_and_the_command(monkeypatch: pyte
     assert described["torch"] == torch.__version__ and described["device"]
     assert (described["driver"] is None) == (not torch.cuda.is_available())
     assert described["command"] == "pytest --name 'two words'"
-
-
-def test_the_command_of_a_result_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    # And no folder.
     paths = (ROOT / "benchmarks" / "results").glob("*.json")
     monkeypatch.setattr(sys, "argv", ["x", "memory", "--out", "/somewhere", "--json"])
     assert results.describe_environment()["command"].endswith(" memory --json")

@@ -5,14 +5,17 @@ On the GPU between events, or kernel by kernel with torch's profiler: no launch 
 """
 
 import functools
+import json
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 _CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU today
 _FIRST_SLEEP, _LONGEST_SLEEP = 400_000, 1 << 27  # cycles; the latter takes less than a tenth of a second
@@ -20,6 +23,7 @@ _FIRST_SLEEP, _LONGEST_SLEEP = 400_000, 1 << 27  # cycles; the latter takes less
 MIB = 2**20
 ACTIVITIES = (ProfilerActivity.CUDA, ProfilerActivity.CPU)
 Call = Callable[[], object]
+Item = TypeVar("Item")
 
 
 def host_seconds(call: Call) -> float:
@@ -99,23 +103,6 @@ def outside_bytes() -> int:
     return int(total - free - torch.cuda.memory_reserved())
 
 
-def kernel_us(call: Call, *, repeats: int = 10) -> float:
-    """Summed duration of all that one call runs on the device, its cache warm; the mean of `repeats`."""
-    for _ in range(2):  # the first trace of a process may miss its first kernels
-        with profile(activities=ACTIVITIES, acc_events=True) as trace:
-            for _ in range(repeats):
-                call()
-            torch.cuda.synchronize()
-    times = [
-        event.device_time_total
-        for event in trace.events()
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
-    if not times:
-        raise RuntimeError("the profiler saw nothing run on the device")
-    return float(sum(times)) / repeats
-
-
 STEP = "benchmark: step"  # the profiler's range of a step
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _CALLS = frozenset(("cuda_runtime", "cuda_driver"))
@@ -183,3 +170,33 @@ def _correlation(event: Mapping[str, Any]) -> Any:
 def _span(event: Mapping[str, Any]) -> tuple[float, float]:
     start = float(event["ts"])
     return start, start + float(event["dur"])
+
+
+def traced(call: Call) -> Timeline:
+    """The second of two profiled calls, each with a range `STEP` in it; the first pays for the profiler."""
+    with profile(activities=ACTIVITIES) as trace:
+        for _ in range(2):
+            call()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(path))
+        return read_timeline(json.loads(path.read_text(encoding="utf-8")))
+
+
+def kernel_us(call: Call, *, repeats: int = 10) -> float:
+    """Summed duration of all that one call runs on the device, its cache warm; the mean of `repeats`."""
+
+    def calls() -> None:
+        with record_function(STEP):
+            for _ in range(repeats):
+                call()
+            torch.cuda.synchronize()
+
+    return traced(calls).kernels_ms() * 1e3 / repeats
+
+
+def in_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
+    """Each of the items in each round, with its number; another one is first in the next round."""
+    for index in range(rounds):
+        for offset in range(len(items)):
+            yield index, items[(index + offset) % len(items)]

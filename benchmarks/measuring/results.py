@@ -94,6 +94,14 @@ def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
     return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
 
 
+def against(
+    name: str, value: float, rival: str, its: float, *, share: float | None = None, unit: str = "MiB"
+) -> Figure:
+    """A figure beside a rival's; the bar, if there is one, is a `share` of that."""
+    bar = None if share is None else share * its
+    return Figure(name=name, value=value, unit=unit, bar=bar, rival=rival, rival_value=its)
+
+
 def ratios(above: Times, below: Times) -> list[float]:
     """Of paired samples. Raises `ValueError` if there are not as many of one as of the other."""
     return [truediv(*pair) for pair in zip(above, below, strict=True)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import host_seconds, phases_us
+from benchmarks.measuring.clocks import host_seconds, in_turns, phases_us
 from benchmarks.subjects.hosts import check_replays, install_for
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.layers import LAYERS, TOKENS, captured, end_reductions, made_quickly
@@ -245,10 +245,8 @@ def measure_calls() -> Answer:
         for layers in {kind.layers for kind in kinds}
     }
     with _models_that_idle():
-        for index in range(CALL_ROUNDS):
-            for offset in range(len(kinds)):  # another one is first in the next round
-                kind = kinds[(index + offset) % len(kinds)]
-                times[kind] += trainers[kind.layers].one_round(kind)
+        for _, kind in in_turns(kinds, CALL_ROUNDS):
+            times[kind] += trainers[kind.layers].one_round(kind)
     return {
         name: {"patched": times[case], "unpatched": times[unpatched[name]]} for name, case in CASES.items()
     }

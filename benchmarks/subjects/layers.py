@@ -9,6 +9,7 @@ which have no DDP.
 import contextlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import host_seconds, phases_us, wall_ms
+from benchmarks.measuring.clocks import host_seconds, in_turns, phases_us, wall_ms
 from benchmarks.measuring.results import differences
 from benchmarks.subjects.hosts import check_replays, install_for, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
@@ -336,7 +337,6 @@ BANKS = {"1 variant": (1, 1), "4 variants": (4, 1), "64 variants": (64, 1), "16 
 SITES = 12  # 64 variants of them are 1,536 graphs
 IN_A_ROUND = 16  # micro-batches of each bank
 BANK_WARM_UP, BANK_ROUNDS = 4, 12  # in the first each of 64 variants has its first replay, then each three
-_PHASES = ("forward", "backward", "engine", "bare forward", "bare backward")
 
 
 def keys_of_round(index: int, *, variants: int, slots: int) -> list[int]:
@@ -351,7 +351,7 @@ class _Measured:
     def __init__(self, layers: Sequence[Layer], variants: int, slots: int, hidden: Tensor) -> None:
         self._slots, self._variants = slots, variants
         self._hidden, self._grad = hidden, torch.randn_like(hidden) * 1e-3
-        self.times: dict[str, list[float]] = {phase: [] for phase in _PHASES}
+        self.times = defaultdict[str, list[float]](list)
         self._bank = Bank(layers, hidden.device, num_slots=slots)
         self._bank.capture([variant_of(hidden, key=key) for key in range(variants)])
         if self._bank.failures:
@@ -359,12 +359,11 @@ class _Measured:
         places = [(key, slot) for key in range(variants) for slot in range(slots)]
         self._bare = {place: bare_loops(self._bank, *place) for place in places}
 
-    def _time(self, phase: str, call: Callable[[], object]) -> None:
-        self.times[phase].append(host_seconds(call))
-
-    def _differentiate(self, phase: str, out: Tensor) -> None:
-        kept: list[object] = []  # nothing is freed while the time is taken
-        self._time(phase, lambda: kept.append(torch.autograd.grad(out, self._hidden, self._grad)))
+    def _time(self, phase: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns what it answers: nothing is freed while the time is taken."""
+        kept: list[Any] = []
+        self.times[phase].append(host_seconds(lambda: kept.append(call(*arguments))))
+        return kept[0]
 
     def run(self, index: int) -> None:
         """A round: in turns as many micro-batches in flight as there are slots, and their backwards."""
@@ -374,10 +373,11 @@ class _Measured:
                 with self._bank.micro_batch(key) as reason:
                     if reason is not None:
                         raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
-                    self._time("forward", lambda outs=outs: outs.append(self._bank.replay_all(self._hidden)))  # type: ignore[misc]
+                    outs.append(self._time("forward", self._bank.replay_all, self._hidden))
             while outs:
-                self._differentiate("backward", outs.pop(0))
-                self._differentiate("engine", self._hidden.view_as(self._hidden))
+                differentiate = partial(torch.autograd.grad, inputs=self._hidden, grad_outputs=self._grad)
+                self._time("backward", differentiate, outs.pop(0))
+                self._time("engine", differentiate, self._hidden.view_as(self._hidden))
             for slot in range(self._slots):
                 forward, backward = self._bare[key, slot]
                 self._time("bare forward", forward)
@@ -406,10 +406,8 @@ def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answe
         param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
     hidden = hidden_states(tokens, hidden_size).clone()  # the gradient of a leaf would be cloned
     banks = [_Measured(layers, variants, slots, hidden) for variants, slots in BANKS.values()]
-    for index in range(BANK_WARM_UP + BANK_ROUNDS):
+    for index, bank in in_turns(banks, BANK_WARM_UP + BANK_ROUNDS):
         if index == BANK_WARM_UP:
-            for bank in banks:
-                bank.times = {phase: [] for phase in _PHASES}
-        for offset in range(len(banks)):  # another one is first in the next round
-            banks[(index + offset) % len(banks)].run(index)
+            bank.times.clear()
+        bank.run(index)
     return {name: bank.answer() for name, bank in zip(BANKS, banks, strict=True)}

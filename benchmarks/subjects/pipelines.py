@@ -24,20 +24,14 @@ from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
 from benchmarks.subjects.packs import a_pack, filled
-from benchmarks.subjects.steps import Batch, batch_of, mean_loss, rows_of
+from benchmarks.subjects.steps import Batch, arguments_of, batch_of
 from megagraph import megatron
 from megagraph.cli.demo import quiet_megatron
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.documents import Document
 from megagraph.demo.lengths import lognormal_lengths
 from megagraph.demo.packs import Pack, stream_packs
-from megagraph.demo.trainer import (
-    ModelOptions,
-    gpt_model,
-    in_half_precision,
-    packed_seq_params,
-    transformer_config,
-)
+from megagraph.demo.trainer import ModelOptions, gpt_model, in_half_precision, mean_loss, transformer_config
 from megagraph.megatron.parallel.model_parallel import schedule_of
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
@@ -172,14 +166,9 @@ class StageTrainer:
             chunk.zero_grad_buffer()
         plugin = installed_plugin()
         schedule = self._run if plugin is None else plugin.schedule(self._run)
-        how: dict[str, Any] = {
-            "batches": batches,
-            "forward_only": forward_only,
-            "keeps": keeps,
-            "before": before,
-        }
+        how: dict[str, Any] = {"batches": batches, "forward_only": forward_only}
         with torch.set_grad_enabled(not forward_only):
-            left: StageStep = schedule(model=self.chunks, **how)
+            left: StageStep = schedule(model=self.chunks, **how, keeps=keeps, before=before)
         return left
 
     def _run(
@@ -223,10 +212,7 @@ class StageTrainer:
         if not model.pre_process:
             given = self._recorded(it, (rows, 1, self.options.hidden), next(model.parameters()).dtype)
             model.set_input_tensor(given.requires_grad_())  # as what Megatron receives, in no_grad too
-        out: Tensor = chunk(
-            **(rows_of(batch) | ({} if model.post_process else {"labels": None})),
-            packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"]),
-        )
+        out: Tensor = chunk(**(arguments_of(batch) | ({} if model.post_process else {"labels": None})))
         return given, out
 
     def _recorded(self, it: Pass, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -377,9 +363,7 @@ class PipelineTrainer:
 
 
 def _forward(chunk: Any, batch: Batch, _device: torch.device) -> tuple[Tensor, Any]:
-    params = packed_seq_params(batch["offsets"], batch["longest"])
-    out: Tensor = chunk(**rows_of(batch), packed_seq_params=params)
-    return out, partial(mean_loss, mask=batch["mask"])
+    return chunk(**arguments_of(batch)), partial(mean_loss, mask=batch["mask"])
 
 
 def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:

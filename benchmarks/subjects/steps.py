@@ -8,30 +8,26 @@ and its state takes no memory.
 
 import contextlib
 import gc
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
 
 from benchmarks.measuring.children import Answer, caught
-from benchmarks.measuring.clocks import ACTIVITIES, STEP, Timeline, outside_bytes, read_timeline, wall_ms
+from benchmarks.measuring.clocks import STEP, Timeline, outside_bytes, traced, wall_ms
 from benchmarks.subjects.hosts import check_replays, install, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
 from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.packs import Pack, next_token_labels, position_ids
-from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
+from megagraph.demo.trainer import ModelOptions, Trainer, mean_loss, packed_seq_params
 from megagraph.megatron import disable_cuda_graphs_this_step
 
 NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
@@ -84,11 +80,8 @@ class StepTrainer(Trainer):
     def make_optimizer(self) -> Any:
         return SimpleNamespace(zero_grad=lambda: None)  # there is nothing beside the DDP's buffer
 
-    def wall_ms(self, batches: Sequence[Any], *, graphs: bool) -> float:
-        """Runs a step; the time from the start of the schedule until the device has done it all."""
-        from megatron.core import pipeline_parallel
-
-        schedule = pipeline_parallel.get_forward_backward_func()  # what is installed now
+    def schedule(self) -> Schedule:
+        schedule = super().schedule()
         if self._wrap is not None:
             self._wrapped = schedule = self._wrapped or self._wrap(schedule)
 
@@ -103,10 +96,11 @@ class StepTrainer(Trainer):
             self._wall_ms = wall_ms(step)
             return results[0]
 
-        with (
-            mock.patch.object(pipeline_parallel, "get_forward_backward_func", lambda: timed),
-            contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step(),
-        ):
+        return timed
+
+    def wall_ms(self, batches: Sequence[Any], *, graphs: bool) -> float:
+        """Runs a step; the time from the start of the schedule until the device has done it all."""
+        with contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step():
             self.forward_backward(batches)  # hands each on as it is
         return self._wall_ms
 
@@ -114,22 +108,20 @@ class StepTrainer(Trainer):
         """Runs some of the steps, one after another."""
         return [self.wall_ms(steps[index % len(steps)], graphs=graphs) for index in order]
 
+    def traced(self, batches: Sequence[Any]) -> Timeline:
+        """A profiled step."""
+        return traced(lambda: self.wall_ms(batches, graphs=True))
+
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         batch: Batch = next(packs)
-        params = packed_seq_params(batch["offsets"], batch["longest"])
-        return model(**rows_of(batch), packed_seq_params=params), partial(mean_loss, mask=batch["mask"])
+        return model(**arguments_of(batch)), partial(mean_loss, mask=batch["mask"])
 
 
-def rows_of(batch: Batch) -> dict[str, Any]:
-    """What a model takes of a batch, but for its pack."""
+def arguments_of(batch: Batch) -> dict[str, Any]:
+    """What a model takes of a batch."""
     rows = {"input_ids": batch["tokens"], "position_ids": batch["positions"], "labels": batch["labels"]}
-    return {**rows, "attention_mask": None}
-
-
-def mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the tokens that count, as Megatron's schedules take it."""
-    loss = (losses.float() * mask).sum() / mask.sum()
-    return loss, {"loss": loss.detach().clone()}  # a copy: the schedule divides the loss in place
+    params = packed_seq_params(batch["offsets"], batch["longest"])
+    return {**rows, "attention_mask": None, "packed_seq_params": params}
 
 
 @contextlib.contextmanager
@@ -223,7 +215,7 @@ def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
         trainer.walls_ms(steps, range(WARM_UP_STEPS))
         order = case.rounds(rounds * len(steps))
         walls = trainer.walls_ms(steps, order)
-        return {"walls": walls, "order": order, "kernels_ms": trace_of(trainer, steps[0]).kernels_ms()}
+        return {"walls": walls, "order": order, "kernels_ms": trainer.traced(steps[0]).kernels_ms()}
 
 
 def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
@@ -238,7 +230,7 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
             if launch is not None:  # with what this step has staged
                 bare.append(wall_ms(launch))
             eager.append(trainer.wall_ms(steps[index], graphs=False))
-    traced = [trace_of(trainer, batches) for batches in (steps if case.is_small else steps[:1])]
+    traced = [trainer.traced(batches) for batches in (steps if case.is_small else steps[:1])]
     if not any(work.is_graphed for work in traced[0].work):
         raise RuntimeError("the trace of a graphed step has no graphs")
     return {
@@ -246,17 +238,6 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
         "outside_ms": [timeline.eager_ms() for timeline in traced] if case.is_small else [],
         **{"busy_ms": traced[0].busy_ms(), "kernels_ms": traced[0].kernels_ms()},
     }
-
-
-def trace_of(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
-    """The second of two profiled steps; the first pays for the profiler's own start."""
-    with profile(activities=ACTIVITIES) as trace:
-        for _ in range(2):
-            trainer.wall_ms(batches, graphs=True)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        trace.export_chrome_trace(str(path))
-        return read_timeline(json.loads(path.read_text(encoding="utf-8")))
 
 
 def measure_steps(
@@ -278,11 +259,8 @@ def measure_steps(
     made.walls_ms(steps, range(WARM_UP_STEPS), graphs=graphs)
     before = outside_bytes()
     made.walls_ms(steps, range(WARM_UP_STEPS, WARM_UP_STEPS + FURTHER_STEPS), graphs=graphs)
-    memory = {
-        "reserved": torch.cuda.max_memory_reserved(),
-        "outside_before": before,
-        "outside": outside_bytes(),
-    }
+    reserved, outside = torch.cuda.max_memory_reserved(), outside_bytes()
+    memory = {"reserved": reserved, "outside_before": before, "outside": outside}
     walls: dict[str, list[float]] = {way: [] for way in ways}
     with without_collection():
         for index in case.rounds(rounds):

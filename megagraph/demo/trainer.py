@@ -6,7 +6,7 @@ Written as a host would write it; the plugin reaches it through Megatron alone.
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "Trainer",
     "gpt_model",
     "in_half_precision",
+    "mean_loss",
     "packed_seq_params",
     "process_groups",
     "transformer_config",
@@ -221,16 +222,21 @@ class Trainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def schedule(self) -> Callable[..., Any]:
+        """Megatron's, with what is installed now."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        schedule: Callable[..., Any] = get_forward_backward_func()
+        return schedule
+
     def forward_backward(self, packs: Sequence[Pack], *, forward_only: bool = False) -> list[Tensor]:
         """Runs Megatron's schedule over the packs of one step, and leaves the gradients in place.
 
         Returns the mean loss of each micro-batch, on the device.
         """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         if not forward_only:
             self.zero_grad()
-        losses: list[dict[str, Tensor]] = get_forward_backward_func()(
+        losses: list[dict[str, Tensor]] = self.schedule()(
             forward_step_func=self._forward_step,
             data_iterator=iter(packs),
             model=[self.model],
@@ -261,10 +267,11 @@ class Trainer:
             labels=labels,
             packed_seq_params=params,
         )
-        return losses, partial(_mean_loss, mask=mask)
+        return losses, partial(mean_loss, mask=mask)
 
 
-def _mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the tokens that count, as Megatron's schedules take it."""
     loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
     # A copy: the schedule divides the loss in place.
     return loss, {"loss": loss.detach().clone()}

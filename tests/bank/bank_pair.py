@@ -262,6 +262,19 @@ class Pair:
         self.check_state()
         return micro_batch.reason
 
+    def replay_steps(self, count: int, **eager: int) -> None:
+        """Steps in which every call replays, but for as many as are counted for each reason."""
+        for _ in range(count):
+            assert self.step() is None
+        assert self.eager_calls() == eager
+        assert self.bank.counters()["replays"] == count * len(self.layers) - sum(eager.values())
+
+    def failure(self, index: int, reason: EagerReason) -> str:
+        """What is said of the only site that could not be captured."""
+        (failure,) = self.bank.failures
+        assert (failure.index, failure.reason) == (index, reason)
+        return failure.detail
+
     def params(self) -> list[Any]:
         """Of the layers under the bank."""
         return [param for layer in self.layers for param in layer.parameters()]

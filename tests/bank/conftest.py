@@ -13,12 +13,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuB
 
 @pytest.fixture(autouse=True)
 def surroundings(poisoned_memory: None) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the shapes are small: more threads only wait for one another
     torch.manual_seed(0)
     yield
     release_banks()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -52,9 +52,7 @@ def test_gradients_that_a_fused_layer_has_added_are_not_added_again_unless_it_ze
     layers = [FusedLinear(zeroes_out=zeroes_out), Block(), FusedLinear()]
     pair = Pair(device, layers, main_grad=True).capture()
     assert not any(param.grad_added_to_main_grad for param in pair.params()), "capture left the flag set"
-    for _ in range(4):
-        assert pair.step() is None
-    assert pair.bank.counters()["replays"] == 12
+    pair.replay_steps(4)
     added, alone = (layer.weight.main_grad.mean() for layer in pair.layers[::2])
     assert (added > 3 * FILLER) == zeroes_out and alone < FILLER
 
@@ -77,9 +75,7 @@ class PartlyRecomputed(nn.Module):
 def test_a_gradient_that_comes_in_several_parts_leaves_its_layer_eager(device: str) -> None:
     """Without `main_grad`, eager adds part by part to an earlier gradient, and a graph added their sum."""
     pair = Pair(device, [Block(), PartlyRecomputed(), Block()]).capture(variant(), variant("even", rows=4))
-    (failure,) = pair.bank.failures
-    assert (failure.index, failure.reason) == (1, EagerReason.SHARED_PARAMETER)
-    assert "gets its gradient in parts" in failure.detail
+    assert "gets its gradient in parts" in pair.failure(1, EagerReason.SHARED_PARAMETER)
     for _ in range(3):  # each on top of the one before
         assert pair.step() is None
         assert pair.step(pair.input(4), "even") is None
@@ -100,9 +96,7 @@ def test_one_part_and_several_in_main_grad_are_added_up(
 ) -> None:
     pair = Pair(device, [Block(), kind(), Block()], main_grad=main_grad).capture()
     assert pair.bank.failures == []
-    for _ in range(3):
-        assert pair.step() is None
-    assert pair.bank.counters()["replays"] == 9
+    pair.replay_steps(3)
 
 
 def test_a_gradient_beside_main_grad_is_added_as_in_eager(device: str) -> None:
@@ -139,7 +133,5 @@ def test_a_parameter_that_a_layer_borrows_leaves_it_and_the_owner_eager(device: 
     assert {failure.reason for failure in pair.bank.failures} == {EagerReason.SHARED_PARAMETER}
     lent, borrowed = (failure.detail for failure in pair.bank.failures)
     assert "is used by" in lent and "that none of its modules has" in borrowed
-    for _ in range(3):
-        assert pair.step() is None
-    assert pair.eager_calls() == {"SHARED_PARAMETER": 6} and pair.bank.counters()["replays"] == 3
+    pair.replay_steps(3, SHARED_PARAMETER=6)
     assert all(map(torch.equal, before, pair.params()))

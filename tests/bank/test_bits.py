@@ -32,29 +32,22 @@ def test_a_range_knows_how_far_every_two_runs_are_apart(shape: tuple[int, ...], 
         assert held(runs).spread == max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        ([1.0, NAN], [3.0, NAN], 2.0),
-        ([1.0, NAN], [1.0, 2.0], INF),
-        ([1.0, 2.0], [1.0, NAN], INF),
-        ([INF, 1.0], [INF, 1.5], 0.5),
-        ([INF, 1.0], [-INF, 1.0], INF),
-        ([], [], 0.0),
-        ([1.0], [1.0, 2.0], INF),
-        ([1, 5], [1, 2], 3.0),
+def test_distances_of_numbers_of_any_kind_and_of_what_is_none() -> None:
+    for one, other, expected in (
+        *(([1.0, NAN], [3.0, NAN], 2.0), ([1.0, NAN], [1.0, 2.0], INF), ([1.0, 2.0], [1.0, NAN], INF)),
+        *(([INF, 1.0], [INF, 1.5], 0.5), ([INF, 1.0], [-INF, 1.0], INF)),
+        *(([], [], 0.0), ([1.0], [1.0, 2.0], INF), ([1, 5], [1, 2], 3.0)),
         ([True, False], [True, True], 1.0),
-    ],
-)
-def test_distances_of_numbers_of_any_kind_and_of_what_is_none(
-    one: list[float], other: list[float], expected: float
-) -> None:
-    assert distance(torch.tensor(one), torch.tensor(other)) == expected
+    ):
+        assert distance(torch.tensor(one), torch.tensor(other)) == expected
 
 
-def test_a_negative_zero_has_a_bit() -> None:
+def test_a_negative_zero_has_a_bit_and_so_have_complex_numbers() -> None:
     assert not has_bits(torch.zeros(3)) and has_bits(torch.tensor([0.0, -0.0]))
     assert RunRange(torch.zeros(3)).misfit(torch.tensor([0.0, -0.0, 0.0])) == (0.0, 0.0)
+    nan = torch.tensor([complex(NAN, 1.0)])
+    assert have_same_bits(nan, nan.clone())
+    assert not have_same_bits(torch.tensor([complex(0.0, 1.0)]), torch.tensor([complex(-0.0, 1.0)]))
 
 
 # -- runs that add in another order each time ------------------------------------------------------
@@ -180,52 +173,43 @@ def test_where_runs_are_alike_one_more_is_like_them_bit_by_bit() -> None:
     assert misfit is not None and 0 < misfit[0] < 1e-4 and misfit[1] == 0.0
 
 
-def test_what_is_no_number_at_times_excuses_nothing_else() -> None:
-    """Bug: then runs were infinitely far apart, and a graph might make anything."""
-    runs = [torch.tensor([1.0, NAN, NAN]), torch.tensor([1.0, 2.0, NAN]), torch.tensor([1.1, 2.0, NAN])]
-    assert held(runs).spread == INF
-    for good in ([1.0, NAN, NAN], [1.05, 2.0, NAN]):
-        assert held(runs).misfit(torch.tensor(good)) is None
-    for bad in ([NAN, 2.0, NAN], [1.0, 7.0, NAN], [1.0, 2.0, 3.0], [1.0, INF, NAN], [7.0, 7.0, 7.0]):
-        assert held(runs).misfit(torch.tensor(bad)) is not None
-
-
 @pytest.mark.parametrize(
-    ("runs", "good", "bad"),
+    ("runs", "spread", "good", "bad"),
     [
-        ([1.0, INF, 1.0], [INF, 1.0], [7e30, -INF, NAN]),
-        ([-INF, INF], [INF, -INF], [42.0, NAN]),
-        ([INF, INF], [INF], [1.0, -INF, NAN]),
-        ([NAN, 1.0, INF], [NAN, 1.0, INF], [2.0, -INF]),
+        # Bug: with no number at times runs were infinitely far apart, and a graph might make anything.
+        (
+            [[1.0, NAN, NAN], [1.0, 2.0, NAN], [1.1, 2.0, NAN]],
+            INF,
+            [[1.0, NAN, NAN], [1.05, 2.0, NAN]],
+            [[NAN, 2.0, NAN], [1.0, 7.0, NAN], [1.0, 2.0, 3.0], [1.0, INF, NAN], [7.0, 7.0, 7.0]],
+        ),
+        # Bug: likewise with a run that overflowed.
+        (
+            [[1.0, 5.0], [INF, 5.0], [1.0, 5.0]],
+            INF,
+            [[INF, 5.0], [1.0, 5.0]],
+            [[7e30, 5.0], [-INF, 5.0], [NAN, 5.0]],
+        ),
+        ([[-INF, 5.0], [INF, 5.0]], INF, [[INF, 5.0], [-INF, 5.0]], [[42.0, 5.0], [NAN, 5.0]]),
+        ([[INF, 5.0], [INF, 5.0]], 0.0, [[INF, 5.0]], [[1.0, 5.0], [-INF, 5.0], [NAN, 5.0]]),
+        ([[NAN, 5.0], [1.0, 5.0], [INF, 5.0]], INF, [[NAN, 5.0], [INF, 5.0]], [[2.0, 5.0], [-INF, 5.0]]),
+        ([[INF, 2.0], [INF, 3.0]], 1.0, [[INF, 2.5]], [[1.0, 2.5]]),
+        # Zeros of either sign are one where runs have both.
+        ([[0.0, 1.0], [-0.0, 1.0]], 0.0, [[-0.0, 1.0]], [[-0.0, 1.0 + 2**-10]]),
+        # Whole numbers are compared beyond what doubles hold.
+        ([[2**60], [2**60 + 1]], None, [[2**60 + 1]], [[2**60 + 30]]),
+        ([[5, 1], [5, 4]], 3.0, [[5, 2]], [[6, 2]]),
+        ([[True, True], [True, False]], 1.0, [[True, False]], []),
+        ([[1j, 2], [1j, 3]], 1.0, [[1j, 2.5]], [[1j, 9]]),
     ],
 )
-def test_what_is_infinite_at_times_excuses_nothing_else(
-    runs: list[float], good: list[float], bad: list[float]
+def test_entries_are_judged_one_by_one_whatever_others_are(
+    runs: list[list[float]], spread: float | None, good: list[list[float]], bad: list[list[float]]
 ) -> None:
-    """Bug: where one run overflowed a graph might make anything."""
-    known = held([torch.tensor([run, 5.0]) for run in runs])
-    assert known.spread == (INF if len(set(runs)) > 1 else 0.0)
-    assert all(known.misfit(torch.tensor([entry, 5.0])) is None for entry in good)
-    assert all(known.misfit(torch.tensor([entry, 5.0])) is not None for entry in bad)
-
-
-def test_zeros_of_either_sign_are_one_where_runs_have_both() -> None:
-    known = held([torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])])
-    assert known.is_noisy and known.spread == 0.0
-    assert known.misfit(torch.tensor([-0.0, 1.0])) is None
-    assert known.misfit(torch.tensor([-0.0, 1.0 + 2**-10])) is not None
-
-
-def test_whole_numbers_are_compared_beyond_what_doubles_hold() -> None:
-    known = held([torch.tensor([2**60]), torch.tensor([2**60 + 1])])
-    assert known.misfit(torch.tensor([2**60 + 1])) is None
-    assert known.misfit(torch.tensor([2**60 + 30])) is not None
-
-
-def test_complex_numbers_have_bits() -> None:
-    nan = torch.tensor([complex(NAN, 1.0)])
-    assert have_same_bits(nan, nan.clone())
-    assert not have_same_bits(torch.tensor([complex(0.0, 1.0)]), torch.tensor([complex(-0.0, 1.0)]))
+    known = held([torch.tensor(run) for run in runs])
+    assert spread is None or known.spread == spread
+    assert all(known.misfit(torch.tensor(run)) is None for run in good)
+    assert all(known.misfit(torch.tensor(run)) is not None for run in bad)
 
 
 def test_a_long_row_is_judged_in_parts() -> None:
@@ -247,18 +231,3 @@ def test_runs_of_several_shapes_or_types_excuse_nothing(strange: Tensor) -> None
     runs = [torch.tensor([1.0, 2.0]), strange, torch.tensor([1.0, 2.0])]
     assert held(runs).spread == INF
     assert held(runs).misfit(torch.tensor([7.0, 8.0])) is not None
-
-
-@pytest.mark.parametrize(
-    ("runs", "good", "bad"),
-    [
-        ([torch.tensor([5, 1]), torch.tensor([5, 4])], torch.tensor([5, 2]), torch.tensor([6, 2])),
-        ([torch.tensor([True, True]), torch.tensor([True, False])],) + 2 * (torch.tensor([True, False]),),
-        ([torch.tensor([1j, 2]), torch.tensor([1j, 3])], torch.tensor([1j, 2.5]), torch.tensor([1j, 9])),
-        ([torch.tensor([INF, 2]), torch.tensor([INF, 3])], torch.tensor([INF, 2.5]), torch.tensor([1, 2.5])),
-    ],
-)
-def test_numbers_of_any_kind_can_be_judged(runs: list[Tensor], good: Tensor, bad: Tensor) -> None:
-    assert held(runs).misfit(good) is None
-    if bad is not good:
-        assert held(runs).misfit(bad) is not None

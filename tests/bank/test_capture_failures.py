@@ -151,23 +151,21 @@ def check_failure(device: str, troubled: Troubled, phase: str, what: list[str], 
     check_goes_on(pair)
 
 
+OF_CAPTURE = ["capture of the forward", "capture of the backward"]  # phases
+
+
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    ("in_backward", "at_pass", "phase"),
-    [
-        pytest.param(False, 1, "warm-up", id="warm-up"),
-        pytest.param(True, 1, "warm-up", id="backward of the warm-up"),
-        pytest.param(False, 2, "capture of the forward", id="forward"),
-        pytest.param(True, 2, "capture of the backward", id="backward"),
-    ],
+    ("at_pass", "phases"), [(1, ["warm-up"] * 2), (2, OF_CAPTURE)], ids=["warm-up", "capture"]
 )
 def test_a_layer_that_raises_stays_eager_and_leaves_no_trace(
-    device: str, in_backward: bool, at_pass: int, phase: str, main_grad: bool
+    device: str, in_backward: bool, at_pass: int, phases: list[str], main_grad: bool
 ) -> None:
     troubled = Troubled(raises, in_backward=in_backward, at_pass=at_pass)
     where = f"{__file__}:{raises.__code__.co_firstlineno + 1} in raises"
     expected = [where, "last op ", "ValueError: from the layer"]
-    check_failure(device, troubled, phase, expected, main_grad=main_grad)
+    check_failure(device, troubled, phases[in_backward], expected, main_grad=main_grad)
 
 
 def test_what_autograd_has_saved_goes_with_a_warm_up_that_raises(device: str) -> None:
@@ -202,8 +200,7 @@ def test_a_layer_that_raises_for_the_second_slot_is_eager_in_both(device: str) -
     ],
 )
 def test_what_a_graph_cannot_hold_is_undone(trouble: Trouble, in_backward: bool, what: list[str]) -> None:
-    phase = "capture of the backward" if in_backward else "capture of the forward"
-    check_failure("cuda", Troubled(trouble, in_backward=in_backward), phase, what)
+    check_failure("cuda", Troubled(trouble, in_backward=in_backward), OF_CAPTURE[in_backward], what)
     torch.cuda.synchronize()
 
 
@@ -239,8 +236,7 @@ def test_where_every_site_fails_everything_is_eager(device: str) -> None:
     for layer in troubled:
         layer.arm()
     pair.capture()
-    assert len(pair.bank.failures) == 2
-    assert pair.bank.state == _C.BankState.SEALED
+    assert len(pair.bank.failures) == 2 and pair.bank.state == _C.BankState.SEALED
     assert pair.step() is EagerReason.CAPTURE_FAILED
     assert pair.eager_calls() == {"CAPTURE_FAILED": 2}
 
@@ -292,17 +288,12 @@ def test_progress_is_told_and_may_raise(device: str) -> None:
     assert pair.step(pair.input(1), "tiny") is None
 
 
-@pytest.mark.parametrize(
-    ("layer", "expected"),
-    [
-        pytest.param(nn.Flatten(0), r"expected an output of 6 rows, got \(48,\)", id="rows"),
-        pytest.param(nn.Embedding(3, WIDTH), r"warm-up failed at", id="dtype"),
-    ],
-)
-def test_a_layer_of_another_shape_is_named(device: str, layer: nn.Module, expected: str) -> None:
-    pair = Pair(device, [Block(), layer])
-    pair.capture()
-    (failure,) = pair.bank.failures
-    assert failure.index == 1
-    with pytest.raises(RuntimeError, match=expected):
-        raise failure
+def test_a_layer_of_another_shape_or_dtype_is_named(device: str) -> None:
+    for layer, expected in (
+        (nn.Flatten(0), r"expected an output of 6 rows, got \(48,\)"),
+        (nn.Embedding(3, WIDTH), r"warm-up failed at"),
+    ):
+        (failure,) = Pair(device, [Block(), layer]).capture().bank.failures
+        assert failure.index == 1
+        with pytest.raises(RuntimeError, match=expected):
+            raise failure

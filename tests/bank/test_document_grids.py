@@ -47,13 +47,14 @@ class Attention(nn.Module):
         return out
 
 
-def attention(device: str, num_slots: int = 1) -> PackPair:
+def attention(device: str = "cuda", num_slots: int = 1) -> PackPair:
     layers = [Attention() for _ in range(LAYERS)]
     sizes = {"tokens": TOKENS, "num_seqs": NUM_SEQS, "width": WIDTH}
     return PackPair(device, layers, **sizes, dtype=torch.bfloat16, num_slots=num_slots)
 
 
-def test_slots_in_flight_keep_their_own_grids(device: str) -> None:
+def test_slots_in_flight_keep_their_own_grids_and_offsets(device: str) -> None:
+    """The next forwards stage other offsets before the first backward has read its own."""
     pair = attention(device, num_slots=3).capture()
     for packs in zip(PACKS, PACKS[3:], PACKS[6:], strict=False):
         running = [pair.pack(lengths) for lengths in packs]
@@ -63,9 +64,10 @@ def test_slots_in_flight_keep_their_own_grids(device: str) -> None:
         del running
 
 
-def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot(device: str) -> None:
+@pytest.mark.gpu
+def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot() -> None:
     """With gradients and without: each variant has its own grids."""
-    pair = attention(device)
+    pair = attention()
     pair.capture(pair.variant(), pair.variant("eval", training=False))
     for lengths in PACKS:
         with torch.no_grad():
@@ -76,7 +78,7 @@ def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot(device: s
 
 @pytest.mark.gpu
 def test_every_attention_kernel_is_launched_for_the_documents_that_are_there() -> None:
-    pair = attention("cuda", num_slots=2)
+    pair = attention(num_slots=2)
     bank = pair.capture(pair.variant(), pair.variant("eval", training=False)).bank
     for slot in range(2):
         assert bank.num_document_grids(bank.variants["train"], slot) == LAYERS * KERNELS

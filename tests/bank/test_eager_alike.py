@@ -36,7 +36,7 @@ class Ranks:
 
 def pair_of(ranks: Ranks, **options: Any) -> Pair:
     told = {"holds_collectives": True, "run_eager_alike": ranks.run_eager_alike, **options}
-    return Pair("cpu", blocks(), **told).capture()
+    return Pair("cpu", blocks(), main_grad=True, **told).capture()
 
 
 def hooks() -> contextlib.AbstractContextManager[Any]:
@@ -50,37 +50,34 @@ def precise() -> Any:
     torch.set_float32_matmul_precision("highest")
 
 
+@contextlib.contextmanager
+def stray_gradient(param: Any) -> Any:
+    param.grad = torch.zeros_like(param)
+    yield
+    param.grad = None
+
+
 @pytest.mark.parametrize("are_alike", [False, True])
 @pytest.mark.parametrize(
     ("around", "why"),
     [
-        (CountsOps, "SIGNATURE_CHANGED: a dispatch mode"),
-        (hooks, "RECOMPUTING: saved-tensor hooks"),
-        (precise, "NUMERICS_CHANGED: float32 matmul precision"),
+        (lambda _param: CountsOps(), "SIGNATURE_CHANGED: a dispatch mode"),
+        (lambda _param: hooks(), "RECOMPUTING: saved-tensor hooks"),
+        (lambda _param: precise(), "NUMERICS_CHANGED: float32 matmul precision"),
+        (stray_gradient, "PARAMETERS_CHANGED"),
     ],
 )
 def test_what_is_around_a_micro_batch(
-    around: Callable[[], contextlib.AbstractContextManager[Any]], why: str, are_alike: bool
+    around: Callable[[Any], contextlib.AbstractContextManager[Any]], why: str, are_alike: bool
 ) -> None:
     ranks = Ranks(are_alike=are_alike)
     pair = pair_of(ranks)
     reason = EagerReason[why.partition(":")[0]]
-    with around(), contextlib.nullcontext() if are_alike else pytest.raises(Alone, match=why):
+    with around(pair.params()[0]), contextlib.nullcontext() if are_alike else pytest.raises(Alone, match=why):
         assert pair.forward().reason is reason
     assert ranks.asked == [(0, -1, why)] and pair.bank.slot_index == -1
     assert pair.eager_calls() == ({reason.name: 3} if are_alike else {})
     assert pair.forward().reason is None
-
-
-@pytest.mark.parametrize("are_alike", [False, True])
-def test_a_gradient_beside_main_grad(are_alike: bool) -> None:
-    ranks = Ranks(are_alike=are_alike)
-    pair = pair_of(ranks, main_grad=True)
-    param = pair.params()[0]
-    param.grad = torch.zeros_like(param)
-    with contextlib.nullcontext() if are_alike else pytest.raises(Alone):
-        assert pair.bank.begin(0, [], True) is EagerReason.PARAMETERS_CHANGED
-    assert ranks.asked == [(0, -1, "PARAMETERS_CHANGED")]
 
 
 @pytest.mark.parametrize("are_alike", [False, True])
@@ -114,7 +111,7 @@ def test_what_all_ranks_know_is_asked_of_nobody() -> None:
 
 def test_before_a_step_a_rank_says_what_would_keep_it_eager() -> None:
     """All of them run that step eager then, and nobody asks inside of it."""
-    pair = pair_of(Ranks(are_alike=False), main_grad=True)
+    pair = pair_of(Ranks(are_alike=False))
 
     def reasons(look_at_grads: bool = False) -> list[EagerReason | None]:
         return [
@@ -127,6 +124,6 @@ def test_before_a_step_a_rank_says_what_would_keep_it_eager() -> None:
         assert reasons() == [EagerReason.SIGNATURE_CHANGED] * 2
     with hooks():
         assert reasons() == [None, EagerReason.RECOMPUTING]
-    param = pair.params()[0]
-    param.grad = torch.zeros_like(param)
-    assert reasons() == [None, None] and reasons(look_at_grads=True) == [None, EagerReason.PARAMETERS_CHANGED]
+    with stray_gradient(pair.params()[0]):
+        assert reasons() == [None, None]
+        assert reasons(look_at_grads=True) == [None, EagerReason.PARAMETERS_CHANGED]

@@ -29,6 +29,7 @@ def accumulator_of(param: Tensor) -> Any:
     return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
+OF_PARAMETER = "gradient hook of parameter up.weight"
 ON_ACCUMULATOR = "hook on the gradient accumulator of parameter up.weight"
 # What registers a hook, on what of a block, and what is said of it.
 HOOKS: list[tuple[str, Callable[[Any], Any], str]] = [
@@ -41,16 +42,10 @@ HOOKS: list[tuple[str, Callable[[Any], Any], str]] = [
         for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
         for where, name in (("", "Block"), ("up", "up"))
     ),
-    ("register_hook", lambda block: block.up.weight, "gradient hook of parameter up.weight"),
-    (
-        "register_post_accumulate_grad_hook",
-        lambda block: block.up.weight,
-        "gradient hook of parameter up.weight",
-    ),
-    *(
-        (f"register_{kind}", lambda block: accumulator_of(block.up.weight), ON_ACCUMULATOR)
-        for kind in ("hook", "prehook")
-    ),
+    ("register_hook", lambda block: block.up.weight, OF_PARAMETER),
+    ("register_post_accumulate_grad_hook", lambda block: block.up.weight, OF_PARAMETER),
+    ("register_hook", lambda block: accumulator_of(block.up.weight), ON_ACCUMULATOR),
+    ("register_prehook", lambda block: accumulator_of(block.up.weight), ON_ACCUMULATOR),
 ]
 
 
@@ -99,31 +94,17 @@ def test_what_is_no_obstacle() -> None:
     assert found([frozen, twice, nn.Tanh(), Block()]) == {}
 
 
-def test_a_parameter_of_two_sites_leaves_both_eager() -> None:
-    modules = [Block(), Block(), Block()]
+USED_ELSEWHERE = "parameter up.weight is used elsewhere too"
+
+
+def test_what_is_used_twice_leaves_each_site_eager_whatever_hooks_there_are() -> None:
+    """A parameter of two sites, a module that runs twice, and a parameter used outside of the bank."""
+    modules, shared = [Block(), Block(), Block()], (EagerReason.SHARED_PARAMETER, USED_ELSEWHERE)
     modules[2].up.weight = modules[0].up.weight
-    expected = (EagerReason.SHARED_PARAMETER, "parameter up.weight is used elsewhere too")
-    assert found(modules) == {0: expected, 2: expected}
-
-
-def test_a_module_that_runs_twice_leaves_both_calls_eager() -> None:
-    module = Block()
-    assert set(found([module, nn.Tanh(), module])) == {0, 2}
-
-
-def test_a_parameter_used_outside_of_the_bank_leaves_its_site_eager() -> None:
-    modules = [Block(), Block()]
+    assert found(modules) == {0: shared, 2: shared}
+    assert set(found([modules[1], nn.Tanh(), modules[1]])) == {0, 2}
+    modules[1].register_forward_hook(keep)
     tied = nn.Linear(1, 1)
-    tied.weight = modules[1].down.weight
-    assert found(modules, other_params=tied.parameters()) == {
-        1: (EagerReason.SHARED_PARAMETER, "parameter down.weight is used elsewhere too")
-    }
-
-
-def test_sharing_comes_before_hooks() -> None:
-    module = Block()
-    module.register_forward_hook(keep)
-    other = nn.Linear(1, 1)
-    other.weight = module.up.weight
-    assert found([module], other_params=[other.weight])[0][0] is EagerReason.SHARED_PARAMETER
+    tied.weight = modules[1].up.weight
+    assert found([nn.Tanh(), modules[1]], other_params=tied.parameters()) == {1: shared}
     assert torch.is_grad_enabled()

@@ -79,16 +79,14 @@ def steps_of(layer: Router, transient: Sequence[int] = ()) -> list[Any]:
 class RouterPair(Pair):
     """Two layers of parts under a bank, and copies of them eager."""
 
-    def __init__(
-        self, device: str, *, transient: Sequence[int] = (), training: bool = True, **options: Any
-    ) -> None:
+    def __init__(self, device: str, *, transient: Sequence[int] = (), **options: Any) -> None:
         super().__init__(
             device,
             [Router(device), Router(device)],
             steps=lambda layers: [step for layer in layers for step in steps_of(layer, transient)],
             **options,
         )
-        self.capture(variant(training=training))
+        self.capture()
         assert not self.bank.failures and not any(layer.metric.any() for layer in self.layers)
 
     def check_state(self) -> None:
@@ -104,19 +102,16 @@ class RouterPair(Pair):
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("transient", [(), (3,), (0, 1)])
 def test_bits_of_eager(device: str, main_grad: bool, transient: Sequence[int]) -> None:
+    """And without gradients."""
     pair = RouterPair(device, main_grad=main_grad, transient=transient)
     for _ in range(5):
         assert pair.step() is None
     assert pair.counts() == {"calls": 5 * 4, "replays": 5 * 4}
     assert pair.bank.num_graphs == 2 * 4
-
-
-def test_bits_of_eager_without_gradients(device: str) -> None:
-    pair = RouterPair(device, training=False, transient=(2, 3))
+    pair.capture(variant("even", training=False))
     with torch.no_grad():
-        for _ in range(4):
-            assert pair.forward(requires_grad=False).reason is None
-    assert pair.counts() == {"calls": 4 * 4, "replays": 4 * 4}
+        assert pair.forward(key="even", requires_grad=False).reason is None
+    assert pair.counts() == {"calls": 6 * 4, "replays": 6 * 4}
 
 
 def test_what_was_transient_is_not_there_any_more(device: str) -> None:

@@ -98,28 +98,17 @@ def test_with_one_slot_a_second_micro_batch_runs_eager(device: str, holds_collec
     assert pair.eager_calls() == {"NO_FREE_SLOT": 3}
 
 
-def test_graphs_with_collectives_name_who_keeps_a_tensor(device: str) -> None:
-    pair = Pair(device, blocks(), holds_collectives=True).capture()
-    first = pair.forward()
-    first.backward()
-    kept = first.output
-    del first
-    with pytest.raises(
-        RuntimeError, match=r"no slot is free.*collectives.*held: slot 0: 1 tensor of site 2$"
-    ):
-        pair.forward()
-    assert pair.bank.slot_index == -1
-    del kept
-    assert pair.forward().reason is None
-
-
-def test_graphs_with_collectives_wait_a_moment_for_a_tensor_of_another_thread(device: str) -> None:
+def test_graphs_with_collectives_wait_a_moment_for_a_tensor_and_name_who_keeps_it(device: str) -> None:
     """Bug: threads of gloo let go of what they have sent a little after everybody has been told."""
     pair = Pair(device, blocks(), holds_collectives=True).capture()
     micro_batch = pair.forward()
     micro_batch.backward()
     kept = [micro_batch.output]
     del micro_batch
+    told = r"no slot is free.*collectives.*held: slot 0: 1 tensor of site 2$"
+    with pytest.raises(RuntimeError, match=told):
+        pair.forward()
+    assert pair.bank.slot_index == -1
     other = threading.Timer(0.05, kept.clear)
     other.start()
     assert pair.forward().reason is None
@@ -142,7 +131,8 @@ def test_who_captures_or_drops_needs_free_slots_and_is_told_who_holds_them(pair:
     assert pair.bank.num_graphs == 0
 
 
-def test_a_micro_batch_cannot_begin_within_another_nor_end_twice(device: str) -> None:
+def test_what_no_caller_may_do_is_an_error(device: str) -> None:
+    """A micro-batch cannot begin within another, nor end twice; a site takes tensors by position only."""
     pair = Pair(device, blocks(1), num_slots=2).capture()
     bank, index = pair.bank, pair.bank.variants["train"]
     assert bank.begin(index, [], True) is None
@@ -153,9 +143,16 @@ def test_a_micro_batch_cannot_begin_within_another_nor_end_twice(device: str) ->
     assert bank.slot_index == -1
     with pytest.raises(RuntimeError, match=r"no micro-batch of this bank is running"):
         bank.end()
+    (site,) = pair.bank.sites
     with pytest.raises(RuntimeError, match=r"site 0 was called outside a micro-batch"):
-        pair.bank.sites[0](pair.input())
-    assert bank.all_free()
+        site(pair.input())
+    assert bank.all_free() and site.index == 0
+    with pair.bank.micro_batch("train"):
+        with pytest.raises(TypeError, match=r"argument 0 is a int"):
+            site(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"by position, got keywords"):
+            site(hidden=pair.input())  # type: ignore[call-arg]
+    assert bank.counters()["calls"] == 0
 
 
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -203,18 +200,6 @@ def test_the_grad_mode_belongs_to_the_signature(device: str) -> None:
     assert pair.step() is None
 
 
-def test_a_site_takes_tensors_by_position_only(device: str) -> None:
-    pair = Pair(device, blocks(1)).capture()
-    site = pair.bank.sites[0]
-    assert site.index == 0
-    with pair.bank.micro_batch("train"):
-        with pytest.raises(TypeError, match=r"argument 0 is a int"):
-            site(3)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"by position, got keywords"):
-            site(hidden=pair.input())  # type: ignore[call-arg]
-    assert pair.bank.counters()["calls"] == 0
-
-
 def test_the_dtype_of_autocast_belongs_to_the_numeric_settings(device: str) -> None:
     """Graphs that were captured under bfloat16 would replay its roundings under float16."""
     pair = Pair(device, blocks())
@@ -257,14 +242,11 @@ def test_the_others_replay_and_the_dropped_one_is_captured_again(device: str, ma
         assert pair.bank.num_graphs == 9
     assert pair.step() is None and _forward_only(pair) is None
     assert pair.eager_calls() == {"WARMING_UP": 9}
-
-
-def test_a_variant_that_is_captured_again_has_the_later_graphs(pair: Pair) -> None:
     torch.use_deterministic_algorithms(False)
     assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
-    pair.capture()
-    assert pair.bank.num_graphs == 6
-    assert pair.forward().reason is None
+    pair.capture(both[0])
+    assert pair.bank.num_graphs == 9
+    assert pair.forward().reason is None, "it has the later graphs"
 
 
 @pytest.mark.gpu

@@ -48,37 +48,6 @@ def test_the_bank_takes_fewer_rows_and_no_more(device: str) -> None:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
 
 
-class _ScaleByLength(torch.autograd.Function):
-    """Multiplies a gradient by the length of the first document, read while the backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-        ctx.cu_seqlens = cu_seqlens
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.cu_seqlens[1], None
-
-
-class ReadsInBackward(nn.Module):
-    """As attention does: its backward reads the offsets again."""
-
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-        out: Tensor = _ScaleByLength.apply(hidden, cu_seqlens)
-        return out
-
-
-def test_metadata_of_micro_batches_in_flight_is_kept_apart(device: str) -> None:
-    """The second forward stages other offsets before the first backward has read its own."""
-    pair = PackPair(device, [ReadsInBackward(), ReadsInBackward()], num_slots=2).capture()
-    flights = [pair.pack(lengths, 6) for lengths in ([1, 5], [3, 3])]
-    for flight in flights:
-        flight.check_outputs()
-        flight.backward()
-    pair.check_state()
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -99,8 +68,8 @@ def test_unfit_metadata_is_an_error_that_leases_nothing(device: str, make: Any, 
     assert pair.counts() == {}
 
 
+# name: specification, example, content after packs of [3, 2] and of [6]
 METADATA: dict[str, tuple[dict[str, Any], Tensor, list[list[int]]]] = {
-    # name: specification, example, content after packs of [3, 2] and of [6]
     "repeat the last": (
         {"kind": Kind.OFFSETS, "source": 0},
         torch.zeros(5, dtype=torch.int32),
@@ -121,16 +90,8 @@ METADATA: dict[str, tuple[dict[str, Any], Tensor, list[list[int]]]] = {
         torch.zeros(8, dtype=torch.bool),
         [[0, 1, 0, 0, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0, 1, 1]],
     ),
-    "copy": (
-        {"kind": Kind.COPY, "source": 2},
-        torch.full((3,), 7, dtype=torch.int64),
-        [[4, 5, 0], [4, 5, 0]],
-    ),
-    "count": (
-        {"kind": Kind.COUNT, "source": 0, "shared": True},
-        torch.full((1,), 100, dtype=torch.int64),
-        [[105], [111]],
-    ),
+    "copy": ({"kind": Kind.COPY, "source": 2}, torch.full((3,), 7), [[4, 5, 0], [4, 5, 0]]),
+    "count": ({"kind": Kind.COUNT, "source": 0, "shared": True}, torch.full((1,), 100), [[105], [111]]),
     "constant": ({"kind": Kind.COPY, "source": -1}, torch.tensor([1, 2]), [[1, 2], [1, 2]]),
 }
 
@@ -167,19 +128,14 @@ def test_staging_and_calls_that_run_eager_have_metadata_as_it_was_specified(devi
     assert (buffers[0] is example) == specification.get("shared", False)
 
 
-def test_a_mask_without_an_end_is_an_error(device: str) -> None:
-    """It read through a null pointer."""
+def test_what_staging_cannot_do_is_an_error(device: str) -> None:
+    """A mask without an end read through a null pointer; one launch stages a limited number of buffers."""
     layer = nn.Linear(WIDTH, WIDTH).to(device)
     bank = new_bank([layer], device)
     mask = MetadataSpec(kind=Kind.MASK, example=torch.zeros(6, dtype=torch.bool, device=device), source=0)
     with pytest.raises(ValueError, match=r"a mask needs the pack's end"):
         bank.capture([variant(metadata={"mask": mask})])
-
-
-def test_one_launch_stages_a_limited_number_of_buffers(device: str) -> None:
     spec = MetadataSpec(kind=Kind.OFFSETS, example=torch.zeros(3, dtype=torch.int32, device=device), source=0)
-    layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank = new_bank([layer], device)
     bank.capture([variant(metadata={str(i): spec for i in range(16)})])
     with (
         bank.micro_batch("train", [offsets([2], device)]),

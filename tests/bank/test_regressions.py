@@ -33,14 +33,6 @@ def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
     assert torch.equal(kept[0], before)
 
 
-def test_autograd_grad_of_parameters_is_not_overwritten_by_the_next_backward(pair: Pair) -> None:
-    """The graph's own buffer was handed out."""
-    grads = torch.autograd.grad(pair.forward().output.sum(), pair.params())
-    before = [grad.clone() for grad in grads]
-    pair.forward().backward()
-    assert_same_bits(list(grads), before)
-
-
 def test_an_eager_op_between_two_sites_changes_no_bit(device: str) -> None:
     """Its result was staged into the next site's input, which is the buffer that it was computed from."""
     pair = Pair(device, blocks(2)).capture()

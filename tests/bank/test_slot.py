@@ -41,31 +41,27 @@ def play(slot: _C.Slot, script: str) -> None:
         assert word == name or slot.describe_holders() == before
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(
-            "F0 F1 end held B1 held D1 held B0 held D0 free", id="a lease lasts until the last is done"
-        ),
-        pytest.param("F0 B0 D0 held end free", id="the backward may end before the micro-batch"),
-        pytest.param(
-            "F0 F1 F2 X1 !B1 !F1 B2 D2 F1 X1 X0 end free", id="a dropped site leaves the others their turn"
-        ),
-        pytest.param("F0 +0 +0 B0 D0 end -0 held -0 free", id="a tensor over a boundary holds the slot"),
-        pytest.param("F1 !F1 !F0 !B0 !B2 B1", id="a refused pass changes nothing"),
-        pytest.param("+3 !F1 -3 F1", id="a forward waits for the outputs of later sites"),
-        pytest.param("+3g !F1 -3g F1", id="and for their gradients"),
-        pytest.param("F0 +0t !F1 -0t F1", id="and for what an eager part before it reads"),
-        pytest.param(
-            "F0..2 end held !F2..3 !B0..1 B0..2 held D0..2 free", id="a run of sites enters and leaves as one"
-        ),
-        pytest.param(
-            "F0 F1..3 !B0 X1..3 B0 F1..3 D0 X1..3 end free", id="a run follows a site, dropped as one"
-        ),
-    ],
-)
-def test_training_leases(script: str) -> None:
-    play(leased(), script)
+TRAINING = {
+    "a lease lasts until the last is done": "F0 F1 end held B1 held D1 held B0 held D0 free",
+    "the backward may end before the micro-batch": "F0 B0 D0 held end free",
+    "a dropped site leaves the others their turn": "F0 F1 F2 X1 !B1 !F1 B2 D2 F1 X1 X0 end free",
+    "a tensor over a boundary holds the slot": "F0 +0 +0 B0 D0 end -0 held -0 free",
+    "a refused pass changes nothing": "F1 !F1 !F0 !B0 !B2 B1",
+    "a forward waits for the outputs of later sites": "+3 !F1 -3 F1",
+    "and for their gradients": "+3g !F1 -3g F1",
+    "and for what an eager part before it reads": "F0 +0t !F1 -0t F1",
+    "a run of sites enters and leaves as one": "F0..2 end held !F2..3 !B0..1 B0..2 held D0..2 free",
+    "a run follows a site, dropped as one": "F0 F1..3 !B0 X1..3 B0 F1..3 D0 X1..3 end free",
+}
+WITHOUT_BACKWARD = {
+    "a site is live while its output may be read": "F1 +1 !F0 !F1 F2 +2 -1 !F1 -2 F0",
+    "of a run only the last output is held": "F0..2 +2 !F0..2 -2 F0..2",
+}
+
+
+@pytest.mark.parametrize("name", [*TRAINING, *WITHOUT_BACKWARD])
+def test_leases(name: str) -> None:
+    play(leased(training=name in TRAINING), (TRAINING | WITHOUT_BACKWARD)[name])
 
 
 def test_a_backward_waits_for_what_an_eager_part_reads() -> None:
@@ -74,17 +70,6 @@ def test_a_backward_waits_for_what_an_eager_part_reads() -> None:
     assert not slot.await_transients(0)
     play(slot, "-0t")
     assert slot.await_transients(0)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param("F1 +1 !F0 !F1 F2 +2 -1 !F1 -2 F0", id="a site is live while its output may be read"),
-        pytest.param("F0..2 +2 !F0..2 -2 F0..2", id="of a run only the last output is held"),
-    ],
-)
-def test_leases_without_a_backward(script: str) -> None:
-    play(leased(training=False), script)
 
 
 def test_a_slot_has_one_lease_at_a_time_which_starts_with_no_site_live() -> None:

@@ -25,6 +25,8 @@ def nodes_of(out: Tensor) -> int:
 def test_site_by_site_has_the_same_bits(device: str) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True).capture()
     replay_all = pair.bank.replay_all
+    assert replay_all(pair.input()) is NotImplemented, "outside of a micro-batch its sites refuse it"
+    assert isinstance(Pair(device, blocks(1)).bank.replay_all, _C.Site), "a run of one site is that site"
     for calls_sites in (False, True, False):
         pair.bank.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all  # type: ignore[assignment]
         micro_batch = pair.forward()
@@ -46,13 +48,6 @@ def test_a_bank_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
     assert pair.eager_calls() == {}  # a run that cannot be is not counted, its sites are
     pair.step()
     assert pair.eager_calls() == {"SCOPE_UNSUPPORTED": 1}
-
-
-def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) -> None:
-    pair = Pair(device, blocks(SITES)).capture()
-    assert pair.bank.replay_all(pair.input()) is NotImplemented
-    with pytest.raises(RuntimeError, match="outside a micro-batch"):
-        pair.bank(pair.input())
 
 
 @pytest.mark.parametrize(
@@ -96,19 +91,10 @@ def test_nobody_is_told_who_does_not_want_to_know(device: str) -> None:
         assert len(asked) == count, "once for each micro-batch"
 
 
-def test_a_run_of_one_site_is_that_site(device: str) -> None:
-    pair = Pair(device, blocks(1)).capture()
-    assert isinstance(pair.bank.replay_all, _C.Site)
-    for _ in range(3):
-        assert pair.step() is None
-    assert pair.bank.counters()["replays"] == 3
-
-
 @pytest.mark.parametrize("times", [2, 3, 5])
 def test_gradients_of_a_layer_that_occurs_several_times_add_up_as_in_eager(device: str, times: int) -> None:
     pair = Pair(device, [Block()] * times).capture()
-    for _ in range(5):
-        assert pair.step() is None
+    pair.replay_steps(5)
 
 
 def raising_pair(raises_in: str) -> Pair:

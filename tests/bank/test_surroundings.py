@@ -50,29 +50,29 @@ def test_a_fake_tensor_runs_eager(device: str) -> None:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
 
 
-def test_a_forward_mode_tangent_is_kept(pair: Pair) -> None:
-    hidden = pair.input()
+def _tangent(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
-        with pair.bank.micro_batch("train"):
-            out = pair.bank(dual)
-        eager = run_eager(pair.eager_layers, dual)
-        assert_same_bits(
-            forward_ad.unpack_dual(out).tangent, forward_ad.unpack_dual(eager).tangent, "tangent"
-        )
-    assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
+        found: Tensor = forward_ad.unpack_dual(run(dual)).tangent
+        return found
 
 
-def test_inside_a_transform_calls_run_eager(pair: Pair) -> None:
-    hidden = pair.input()
+def _transformed(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    found: Tensor = torch.func.grad(lambda given: run(given).sum())(hidden)
+    return found
 
+
+@pytest.mark.parametrize("derivative", [_tangent, _transformed])
+def test_derivatives_of_other_modes_are_those_of_eager(
+    pair: Pair, derivative: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+) -> None:
     def under_the_bank(given: Tensor) -> Tensor:
         with pair.bank.micro_batch("train"):
-            return pair.bank(given).sum()
+            return pair.bank(given)
 
-    ours = torch.func.grad(under_the_bank)(hidden)
-    eager = torch.func.grad(lambda given: run_eager(pair.eager_layers, given).sum())(hidden)
-    assert_same_bits(ours, eager, "gradient")
+    hidden = pair.input()
+    eager = derivative(lambda given: run_eager(pair.eager_layers, given), hidden)
+    assert_same_bits(derivative(under_the_bank, hidden), eager, "derivative")
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_scripts import Files
 
 from megagraph.cli import demo as demo_module
 from megagraph.cli import main
@@ -26,21 +27,17 @@ CALLS = LAYERS * STEPS  # one micro-batch a step
 TEXTS = [f"document {number} says " + "word " * (number % 4) for number in range(12)]
 
 
-def source(kind: str, folder: Path) -> list[str]:
-    """The options that name documents with a column of that name, written to `folder`."""
-    if kind == "default":
-        return []
-    values: dict[str, list[Any]] = {
-        "text": TEXTS,
-        "tokens": [list(text.encode()) for text in TEXTS],
-        "length": [len(text) for text in TEXTS],
-    }
-    path = folder / "docs.jsonl"
-    path.write_text("".join(json.dumps({kind: value}) + "\n" for value in values[kind]))
-    return ["--data", str(path)]
-
-
+ROWS: dict[str, list[Any]] = {
+    "text": TEXTS,
+    "tokens": [list(text.encode()) for text in TEXTS],
+    "length": [len(text) for text in TEXTS],
+}
 Compare = Callable[..., SimpleNamespace]
+
+
+def source(kind: str, files: Files) -> list[str]:
+    """The options that name documents with a column of that name."""
+    return [] if kind == "default" else ["--data", str(files.jsonl(*({kind: it} for it in ROWS[kind])))]
 
 
 @pytest.fixture
@@ -58,19 +55,21 @@ def compare(demo: Callable[..., int], tmp_path: Path) -> Compare:
     return run
 
 
+Change = Callable[[Trainer], object]
+
+
 @pytest.fixture
-def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Trainer], None]], None]:
+def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
     """Lets a test change the demo's graphed trainer: the second that it makes."""
+    changes: list[Change] = [lambda _eager: None]
 
-    def change_with(change: Callable[[Trainer], None]) -> None:
-        made: list[Trainer] = []
+    def make(*args: Any, **kwargs: Any) -> Trainer:
+        trainer = Trainer(*args, **kwargs)
+        changes.pop(0)(trainer)
+        return trainer
 
-        def make(*args: Any, **kwargs: Any) -> Trainer:
-            made.append(Trainer(*args, **kwargs))
-            if len(made) == 2:
-                change(made[1])
-            return made[-1]
-
+    def change_with(change: Change) -> None:
+        changes.append(change)
         monkeypatch.setattr(demo_module, "Trainer", make)
 
     return change_with
@@ -81,9 +80,9 @@ def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Train
 
 @pytest.mark.parametrize("kind", ["default", "tokens", "length"])
 def test_documents_of_every_kind_train_bit_equal_through_replays(
-    compare: Compare, tmp_path: Path, kind: str
+    compare: Compare, files: Files, kind: str
 ) -> None:
-    comparison = compare(*source(kind, tmp_path), "--max-packed-seqs", "8", "32")
+    comparison = compare(*source(kind, files), "--max-packed-seqs", "8", "32")
     assert comparison.bitwise_equal
     assert (comparison.steps, comparison.calls) == (STEPS, CALLS)
     assert comparison.eager["WARMING_UP"] == LAYERS
@@ -91,18 +90,16 @@ def test_documents_of_every_kind_train_bit_equal_through_replays(
 
 
 def test_without_capacities_they_are_learned_in_the_warm_up(
-    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compare: Compare, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = compare(*source("text", tmp_path), warmup_steps="3")
+    comparison = compare(*source("text", files), warmup_steps="3")
     assert comparison.bitwise_equal and comparison.replays > 0
     assert comparison.eager["WARMING_UP"] == 3 * LAYERS
     assert re.search(r"\d+ tokens, \d+ documents", capsys.readouterr().out)
 
 
-def test_a_pack_over_the_capacity_runs_eager_and_is_counted(
-    compare: Compare, jsonl: Callable[..., Path]
-) -> None:
-    path = jsonl(*[{"length": 32}] * 2, *[{"length": 8}] * 8)  # by turns a pack of 2 and one of 8
+def test_a_pack_over_the_capacity_runs_eager_and_is_counted(compare: Compare, files: Files) -> None:
+    path = files.jsonl(*[{"length": 32}] * 2, *[{"length": 8}] * 8)  # by turns a pack of 2 and one of 8
     comparison = compare("--data", path, "--max-packed-seqs", "4")
     assert comparison.bitwise_equal
     assert comparison.eager == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
@@ -112,30 +109,25 @@ def test_a_pack_over_the_capacity_runs_eager_and_is_counted(
 # -- what it reports -----------------------------------------------------------------------------
 
 
-def test_the_same_command_reports_the_same_but_for_time(demo: Callable[..., int], tmp_path: Path) -> None:
-    options, read = source("text", tmp_path), []
-    for name in ("one.json", "two.json"):
-        assert demo(*options, "--max-packed-seqs", "8", "--json", tmp_path / name) == 0
-        document = json.loads((tmp_path / name).read_text())
-        (model,) = document["models"]
-        del document["times"], model["capture_seconds"], model["verification"]["seconds"]
-        read.append(document)
-    assert read[0] == read[1]
-
-
-def test_what_it_prints_and_what_its_file_says(
-    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_it_prints_and_what_its_file_says_the_same_but_for_time_when_it_runs_again(
+    demo: Callable[..., int], files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`megagraph report` could not read what `megagraph demo --json` wrote."""
-    result = tmp_path / "result.json"
-    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
+    options, read = source("text", files), []
+    for name in ("first.json", "result.json"):
+        result = files.folder / name
+        assert demo(*options, "--max-packed-seqs", "8", "--json", result) == 0
+        read.append(json.loads(result.read_text()))
+        (model,) = read[-1]["models"]
+        del model["capture_seconds"], model["verification"]["seconds"]
+    document = read[1]
+    assert {**document, "times": None} == {**read[0], "times": None}
     out = capsys.readouterr().out
     assert re.search(rf"layer calls\W+{CALLS}\b", out)
     assert re.search(r"eager: WARMING_UP\W+2 \(16\.7%\)", out)
     assert re.search(r"loss \d\.\d{4} -> \d\.\d{4} over 6 steps", out)
     assert "bit-equal: every loss and every parameter's gradient, 6 steps" in out
     assert "NOT" not in out
-    document = json.loads(result.read_text())
     if not torch.cuda.is_available():
         assert "No GPU: the host backend stands in for graphs. It shows the bits, not the speed." in out
         assert "forward and backward" not in out and document["times"] is None
@@ -151,40 +143,37 @@ def test_what_it_prints_and_what_its_file_says(
 # -- when nothing is replayed --------------------------------------------------------------------
 
 
-def test_a_run_that_ends_in_its_warm_up_ends_with_3_and_says_what_to_change(
-    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "steps", "why"),
+    [
+        ([], "3", "the run ended in its warm-up. Give more --steps (3) than --warmup-steps (3)."),
+        (["--max-packed-seqs", "2"], "6", "packs hold more documents than --max-packed-seqs. Raise it"),
+    ],
+)
+def test_a_run_without_a_replay_ends_with_3_and_says_what_to_change(
+    compare: Compare,
+    files: Files,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    steps: str,
+    why: str,
 ) -> None:
     """It printed 'bit-equal' and ended with 0, although no graph had run."""
     assert ExitCode.NOTHING_REPLAYED == 3
-    assert compare(*source("text", tmp_path), code=3, steps="3", warmup_steps="3").replays == 0
+    data = files.jsonl(*[{"length": 8}] * 8)
+    assert compare("--data", data, *arguments, code=3, steps=steps, warmup_steps="3").replays == 0
     out = capsys.readouterr().out
-    assert (
-        "Nothing was replayed: the run ended in its warm-up. "
-        "Give more --steps (3) than --warmup-steps (3)." in out
-    )
-    assert "bit-equal" not in out
-
-
-def test_packs_that_fit_no_capacity_end_with_3_and_name_the_option(
-    demo: Callable[..., int], jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It printed 'bit-equal' and ended with 0, although no graph had run."""
-    assert demo("--data", jsonl(*[{"length": 8}] * 8), "--max-packed-seqs", "2") == 3
-    out = capsys.readouterr().out
-    assert "Nothing was replayed: packs hold more documents than --max-packed-seqs. Raise it" in out
+    assert f"Nothing was replayed: {why}" in out and "bit-equal" not in out
 
 
 # -- a bit that differs --------------------------------------------------------------------------
 
 
 def test_other_weights_are_found_in_the_first_step_and_end_with_1(
-    compare: Compare, second_trainer: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compare: Compare, second_trainer: Callable[..., None], files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def perturb(trainer: Trainer) -> None:
-        trainer.chunk.decoder.final_layernorm.weight.data[3] += 0.5
-
-    second_trainer(perturb)
-    comparison = compare(*source("text", tmp_path), "--max-packed-seqs", "8", code=1)
+    second_trainer(lambda it: it.chunk.decoder.final_layernorm.weight.data[3].add_(0.5))
+    comparison = compare(*source("text", files), "--max-packed-seqs", "8", code=1)
     out = capsys.readouterr().out
     assert "NOT bit-equal:" in out and "bit-equal: every" not in out
     assert re.search(r"step 0, micro-batch 0: loss \d\.\d+ eager, \d\.\d+ graphed", out)
@@ -193,26 +182,10 @@ def test_other_weights_are_found_in_the_first_step_and_end_with_1(
     assert comparison.steps == STEPS
 
 
-def test_an_update_that_is_left_out_is_found_in_the_step_after_it(
-    demo: Callable[..., int],
-    second_trainer: Callable[..., None],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def skip_the_third_update(trainer: Trainer) -> None:
-        update, calls = trainer.update, iter(range(STEPS))
-        trainer.update = lambda: None if next(calls) == 2 else update()  # type: ignore[method-assign]
-
-    second_trainer(skip_the_third_update)
-    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8") == 1
-    steps = re.findall(r"^  step (\d)", capsys.readouterr().out, re.MULTILINE)
-    assert steps and steps[0] == "3"
-
-
 def test_one_bit_of_one_gradient_is_found_and_named_alone(
     demo: Callable[..., int],
     second_trainer: Callable[..., None],
-    tmp_path: Path,
+    files: Files,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -230,7 +203,7 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
         trainer.forward_backward = flipped  # type: ignore[assignment, method-assign]
 
     second_trainer(flip_a_bit_in_the_last_step)
-    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8") == 1
+    assert demo(*source("text", files), "--max-packed-seqs", "8") == 1
     _, _, differences = capsys.readouterr().out.partition("NOT bit-equal:")
     assert differences.split("\n")[1:] == [f"  step {STEPS - 1}: gradient of {name}", ""]
 
@@ -242,7 +215,7 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
 def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
     demo: Callable[..., int],
     second_trainer: Callable[..., None],
-    tmp_path: Path,
+    files: Files,
     capsys: pytest.CaptureFixture[str],
     outer: bool,
     end: str,
@@ -254,8 +227,8 @@ def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
 
     flag, cuda = torch.are_deterministic_algorithms_enabled(), torch.cuda.current_device
     had_group = torch.distributed.is_initialized()
-    result = tmp_path / "result.json"
-    arguments = [*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result]
+    result = files.folder / "result.json"
+    arguments = [*source("text", files), "--max-packed-seqs", "8", "--json", result]
     try:
         torch.use_deterministic_algorithms(outer)
         if end == "well":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_scripts import Files
 
 from megagraph.cli import demo as demo_module
 from megagraph.cli import main
@@ -25,13 +26,11 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def refused(
-    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refused(demo: Callable[..., int], files: Files, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs the demo, which must end with 2 and leave the folder of its result alone; what it says."""
 
     def run(*arguments: str | Path) -> str:
-        folder = tmp_path / "results"
+        folder = files.folder / "results"
         folder.mkdir()
         (folder / "old.json").write_text("an older result")
         for name in ("old.json", "new.json"):
@@ -50,7 +49,6 @@ def refused(
 
 # Rows of a file, options, and how the sentence begins; tests/demo/test_documents.py has all kinds of rows.
 WRONG: list[tuple[list[object], str, str]] = [
-    ([GOOD, {"length": -5}, GOOD], "", "FILE:2: expected a length in [1, 2147483647], got -5"),
     (
         [GOOD, {"length": 65}],
         "",
@@ -84,47 +82,27 @@ WRONG: list[tuple[list[object], str, str]] = [
 @pytest.mark.megatron
 @pytest.mark.parametrize(("rows", "options", "message"), WRONG)
 def test_what_cannot_be_used_is_named(
-    refused: Callable[..., str], jsonl: Callable[..., Path], rows: list[object], options: str, message: str
+    refused: Callable[..., str], files: Files, rows: list[object], options: str, message: str
 ) -> None:
-    path = jsonl(*rows)
+    path = files.jsonl(*rows)
     assert refused("--data", path, *options.split()).startswith(message.replace("FILE", str(path)))
 
 
-def test_a_missing_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "gone.jsonl"
-    assert refused("--data", path) == f"{path}: expected a .jsonl file, found nothing there"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("demo --steps few", "argument --steps: invalid int value: 'few'"),
-        ("demo --max-packed-seqs", "argument --max-packed-seqs: expected at least one argument"),
-        ("demo --fast", "unrecognized arguments: --fast"),
-        ("", "demo | run | report"),
-    ],
-)
-def test_what_cannot_be_parsed_is_named(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
+def test_a_command_that_is_left_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(arguments.split())
-    assert message in capsys.readouterr().err
+        main([])
+    assert "demo | run | report" in capsys.readouterr().err
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("target", ["file/new.json", "file/deeper/new.json", "."])
 def test_a_result_that_cannot_be_written_is_refused_before_the_training(
-    demo: Callable[..., int],
-    jsonl: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
+    demo: Callable[..., int], files: Files, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     """The demo trained to the end, then lost its figures in a FileExistsError."""
-    (tmp_path / "file").write_text("no folder")
-    data = jsonl(GOOD)
-    before = sorted(tmp_path.rglob("*"))
-    assert demo("--data", data, "--json", tmp_path / target) == 2
-    assert str(tmp_path / target) in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
+    (files.folder / "file").write_text("no folder")
+    data, path = files.jsonl(GOOD), files.folder / target
+    before = sorted(files.folder.rglob("*"))
+    assert demo("--data", data, "--json", path) == 2
+    assert str(path) in capsys.readouterr().err
+    assert sorted(files.folder.rglob("*")) == before

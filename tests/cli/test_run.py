@@ -6,13 +6,12 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_scripts import TRAINING, WITNESS
+from run_scripts import TRAINING, WITNESS, Files
 
 from megagraph.cli import main
 from megagraph.megatron.patch.installation import installed_plugin
@@ -28,20 +27,12 @@ def seen(path: Path) -> dict[str, Any]:
     return found
 
 
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The only line that was said, on stderr."""
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert out == "" and line.startswith("megagraph run: ")
-    return str(line).removeprefix("megagraph run: ")
-
-
 # -- what the script sees ------------------------------------------------------------------------
 
 
 @pytest.mark.megatron
-def test_the_script_runs_as_main_with_its_own_arguments(script: Callable[..., Path]) -> None:
-    path = script(WITNESS)
+def test_the_script_runs_as_main_with_its_own_arguments(files: Files) -> None:
+    path = files.script(WITNESS)
     arguments = ["--lr", "3", "--config", "its-own.toml", "-h", "--", "last"]
     argv, paths, program = sys.argv, list(sys.path), sys.modules["__main__"]
     assert run(path, *arguments) == 0
@@ -66,35 +57,34 @@ CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PAC
     ],
 )
 def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_after_it(
-    script: Callable[..., Path],
-    toml: Callable[..., Path],
+    files: Files,
     monkeypatch: pytest.MonkeyPatch,
     has_file: bool,
     variables: dict[str, str],
     expected: dict[str, Any] | None,
 ) -> None:
-    path = script(WITNESS)
+    path = files.script(WITNESS)
     for name, value in variables.items():
         monkeypatch.setenv(f"MEGAGRAPH_{name}", value)
-    assert run(*(("--config", toml()) if has_file else ()), path) == 0
+    assert run(*(("--config", files.toml()) if has_file else ()), path) == 0
     assert seen(path)["config"] == expected
     assert installed_plugin() is None
 
 
 @pytest.mark.megatron
 def test_modules_beside_the_script_go_before_those_of_the_working_folder(
-    script: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "helper_of_a_script.py").write_text("WHERE = 'working folder'")
-    script("WHERE = 'beside the script'", "helper_of_a_script.py")
-    path = script(
+    (files.folder / "helper_of_a_script.py").write_text("WHERE = 'working folder'")
+    files.script("WHERE = 'beside the script'", "helper_of_a_script.py")
+    path = files.script(
         "import helper_of_a_script, pathlib\n"
         "pathlib.Path(__file__).with_suffix('.txt').write_text(helper_of_a_script.WHERE)\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(files.folder)
+    monkeypatch.syspath_prepend(str(files.folder))
     try:
-        assert run(path.relative_to(tmp_path)) == 0
+        assert run(path.relative_to(files.folder)) == 0
     finally:
         sys.modules.pop("helper_of_a_script", None)
     assert path.with_suffix(".txt").read_text() == "beside the script"
@@ -107,19 +97,16 @@ def test_modules_beside_the_script_go_before_those_of_the_working_folder(
 @pytest.mark.parametrize(
     "end",
     [
-        *(KeyError("its own"), RuntimeError("its own"), KeyboardInterrupt("its own")),
-        *(ValueError("its own"), FileNotFoundError("its own")),
+        *(KeyboardInterrupt("its own"), ValueError("its own"), FileNotFoundError("its own")),
         *(SystemExit(0), SystemExit(7), SystemExit("a sentence")),
     ],
     ids=repr,
 )
-def test_how_the_script_ends_comes_through_with_the_report_written(
-    script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path, end: BaseException
-) -> None:
+def test_how_the_script_ends_comes_through_with_the_report_written(files: Files, end: BaseException) -> None:
     """A ValueError of the user's code was taken for bad input: one line was left, and exit code 2."""
-    report = tmp_path / "reports" / "report.json"
+    report = files.folder / "reports" / "report.json"
     with pytest.raises(type(end)) as raised:
-        run("--config", toml(report=report), script(f"raise {end!r}"))
+        run("--config", files.toml(report=report), files.script(f"raise {end!r}"))
     assert type(raised.value) is type(end) and raised.value.args == end.args
     assert read_report(report) == []
     assert installed_plugin() is None
@@ -129,29 +116,31 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
 
 
 def test_what_is_missing_or_wrong_ends_with_2_and_is_named_before_the_script_runs(
-    script: Callable[..., Path],
-    toml: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each mistake in a config has test_config.py. Bug: `report = "."` was found after the training."""
-    for place in (tmp_path / "gone.py", tmp_path):
-        assert run(place) == 2
-        assert one_line(capsys) == f"expected a script, {place} is no file"
-    path, gone = script(WITNESS), tmp_path / "gone.toml"
-    assert run("--config", gone, path) == 2
-    assert str(gone) in one_line(capsys)
-    config = toml("[megagraph]\nmode = 'fast'")
-    assert run("--config", config, path) == 2
-    assert one_line(capsys).startswith(f"{config}: mode: expected one of graph, eager, off, got 'fast'")
-    (tmp_path / "file").write_text("no folder")
+
+    def refused(*arguments: str | Path) -> str:
+        assert run(*arguments) == 2
+        out, err = capsys.readouterr()
+        (line,) = err.splitlines()
+        assert out == "" and line.startswith("megagraph run: ")
+        return str(line).removeprefix("megagraph run: ")
+
+    for place in (files.folder / "gone.py", files.folder):
+        assert refused(place) == f"expected a script, {place} is no file"
+    path, gone = files.script(WITNESS), files.folder / "gone.toml"
+    assert str(gone) in refused("--config", gone, path)
+    config = files.toml("[megagraph]\nmode = 'fast'")
+    said = refused("--config", config, path)
+    assert said.startswith(f"{config}: mode: expected one of graph, eager, off, got 'fast'")
+    (files.folder / "file").write_text("no folder")
     for target in (".", "file/report.json"):
-        assert run("--config", toml(report=tmp_path / target), path) == 2
-        assert one_line(capsys).startswith("report: expected a file")
+        config = files.toml(report=files.folder / target)
+        assert refused("--config", config, path).startswith("report: expected a file")
     monkeypatch.setenv("MEGAGRAPH_WARMUP", "3")
-    assert run("--config", toml(), path) == 2
-    assert one_line(capsys).startswith("environment: unknown option 'warmup'; choose from ")
+    said = refused("--config", files.toml(), path)
+    assert said.startswith("environment: unknown option 'warmup'; choose from ")
     assert not path.with_name("seen.json").exists()
     assert installed_plugin() is None
 
@@ -160,16 +149,12 @@ def test_what_is_missing_or_wrong_ends_with_2_and_is_named_before_the_script_run
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')", "import gc; gc.collect()"])
+@pytest.mark.parametrize("end", ["raise RuntimeError('its own')", "import gc; gc.collect()"])
 def test_a_training_replays_and_its_report_is_shown_and_read(
-    script: Callable[..., Path],
-    toml: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    end: str,
+    files: Files, capsys: pytest.CaptureFixture[str], end: str
 ) -> None:
-    report = tmp_path / "report.json"
-    arguments = ["--config", toml(report=report), script(TRAINING), "5", end]
+    report = files.folder / "report.json"
+    arguments = ["--config", files.toml(report=report), files.script(TRAINING), "5", end]
     logging.getLogger("megatron").setLevel(logging.ERROR)
     with pytest.raises(RuntimeError, match="its own") if end.startswith("raise") else nullcontext():
         assert run(*arguments) == 0
@@ -209,21 +194,16 @@ def test_the_module_shows_its_commands_without_megatron_and_ends_as_they_do(
 @pytest.mark.megatron
 @pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')"])
 def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
-    script: Callable[..., Path],
-    toml: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    end: str,
+    files: Files, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     """A folder that was gone at the end turned a finished run into exit code 1, without the report."""
-    report = tmp_path / "reports" / "report.json"
+    report = files.folder / "reports" / "report.json"
     # The folder is there at the beginning; when the run ends, a file has taken its place.
     report.parent.mkdir()
     there = f"import pathlib; folder = pathlib.Path({str(report.parent)!r})"
     lines = f"{there}; folder.rmdir(); folder.touch()\n{end}"
     with nullcontext() if end == "pass" else pytest.raises(RuntimeError, match="its own"):
-        assert run("--config", toml(report=report), script(lines)) == 0
+        assert run("--config", files.toml(report=report), files.script(lines)) == 0
     (record,) = (record for record in caplog.records if record.levelname == "ERROR")
     assert f"the report could not be written to {report}" in record.getMessage()
     assert json.loads(capsys.readouterr().err) == {"models": []}

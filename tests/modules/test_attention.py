@@ -58,37 +58,38 @@ def run(module: VarlenAttention, qkv: list[Tensor], grad: Tensor, **arguments: A
 # -- what it refuses -----------------------------------------------------------------------------
 
 
+NO_GROUP = "expected a pg_collection with the context-parallel group of context_parallel_size 2, got none"
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("of_config", "of_call", "message"),
     [
-        ({"attention_dropout": 0.1}, "expected attention_dropout 0, got 0.1"),
+        ({"attention_dropout": 0.1}, {}, "expected attention_dropout 0, got 0.1"),
+        ({"context_parallel_size": 2}, {}, NO_GROUP),
         (
-            {"context_parallel_size": 2},
-            "expected a pg_collection with the context-parallel group of context_parallel_size 2, got none",
+            {"apply_query_key_layer_scaling": True},
+            {},
+            "expected apply_query_key_layer_scaling False, got True",
         ),
-        ({"apply_query_key_layer_scaling": True}, "expected apply_query_key_layer_scaling False, got True"),
-        ({"window_size": (64, 0)}, r"expected window_size None, got \(64, 0\)"),
-        ({"softmax_type": "learnable"}, "expected softmax_type vanilla, got learnable"),
-        ({"softmax_type": "off-by-one"}, "expected softmax_type vanilla, got off-by-one"),
-        # Of the constructor, not of the config.
-        ({"of_call": {"attention_dropout": 0.5}}, "expected attention_dropout 0, got 0.5"),
-        (
-            {"of_call": {"cp_comm_type": "a2a+p2p"}},
-            r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p",
+        ({"window_size": (64, 0)}, {}, r"expected window_size None, got \(64, 0\)"),
+        *(
+            ({"softmax_type": it}, {}, f"expected softmax_type vanilla, got {it}")
+            for it in ("learnable", "off-by-one")
         ),
-        ({"of_call": {"attention_type": "cross"}}, "expected self attention, got 'cross'"),
-        ({"of_call": {"mask": Mask.arbitrary}}, "expected a causal mask or none, got arbitrary"),
-        (
-            {"of_call": {"mask": Mask.causal_bottom_right}},
-            "expected a causal mask or none, got causal_bottom_right",
+        ({}, {"attention_dropout": 0.5}, "expected attention_dropout 0, got 0.5"),
+        ({}, {"cp_comm_type": "a2a+p2p"}, r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p"),
+        ({}, {"attention_type": "cross"}, "expected self attention, got 'cross'"),
+        *(
+            ({}, {"mask": it}, f"expected a causal mask or none, got {it.name}")
+            for it in (Mask.arbitrary, Mask.causal_bottom_right)
         ),
     ],
 )
-def test_what_it_lacks_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    arguments = dict(changes)
-    of_call = arguments.pop("of_call", {})
+def test_what_it_lacks_is_refused_by_name(
+    of_config: dict[str, Any], of_call: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"^VarlenAttention: {message}$"):
-        attention(config=config(**arguments), **of_call)
+        attention(config=config(**of_config), **of_call)
 
 
 def test_the_arguments_dropout_goes_before_the_configs() -> None:
@@ -97,25 +98,29 @@ def test_the_arguments_dropout_goes_before_the_configs() -> None:
     assert torch.equal(overruled(*given), attention()(*given))
 
 
-@pytest.mark.parametrize("pack", [None, pack_of([3, 5])])
-def test_a_bias_is_refused(pack: Any) -> None:
-    rows = (4, 2) if pack is None else (8,)
-    with pytest.raises(ValueError, match="VarlenAttention: expected no attention_bias, got one"):
-        attention()(*inputs(*rows), None, attention_bias=torch.zeros(1), packed_seq_params=pack)
+def test_what_a_call_may_not_ask_for_is_refused() -> None:
+    """Without a causal mask, valid rows of a pack would see the padding after them."""
 
+    def refused(
+        message: str, module: VarlenAttention, rows: tuple[int, ...], pack: Any, **asked: Any
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            module(*inputs(*rows), None, packed_seq_params=pack, **asked)
 
-def test_a_mask_type_of_a_call_that_it_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a causal mask or none, got arbitrary"):
-        attention()(*inputs(8), None, attn_mask_type=Mask.arbitrary, packed_seq_params=pack_of([8]))
-
-
-def test_padding_in_a_pack_without_a_causal_mask_is_refused() -> None:
-    """Without one, valid rows would see the padding after them."""
-    pack = pack_of([3, 5], [4, 8])
-    with pytest.raises(ValueError, match="padding inside a pack needs a causal mask, got none"):
-        attention(Mask.no_mask)(*inputs(12), None, packed_seq_params=pack)
-    with pytest.raises(ValueError, match="padding inside a pack needs a causal mask, got none"):
-        attention()(*inputs(12), None, attn_mask_type=Mask.padding, packed_seq_params=pack)
+    for rows, pack in (((4, 2), None), ((8,), pack_of([3, 5]))):
+        expected = "VarlenAttention: expected no attention_bias, got one"
+        refused(expected, attention(), rows, pack, attention_bias=torch.zeros(1))
+    expected = "expected a causal mask or none, got arbitrary"
+    refused(expected, attention(), (8,), pack_of([8]), attn_mask_type=Mask.arbitrary)
+    padded, expected = pack_of([3, 5], [4, 8]), "padding inside a pack needs a causal mask, got none"
+    refused(expected, attention(Mask.no_mask), (12,), padded)
+    refused(expected, attention(), (12,), padded, attn_mask_type=Mask.padding)
+    # Of dynamic context parallelism the config says 1 and each pack says its own size.
+    refused(
+        "expected a cp_group of local_cp_size 2, got none", attention(), (8,), pack_of([8], local_cp_size=2)
+    )
+    for alone in (None, 1):
+        attention()(*inputs(8), None, packed_seq_params=pack_of([8], local_cp_size=alone))
 
 
 @pytest.mark.parametrize(
@@ -137,15 +142,6 @@ def test_a_way_to_share_that_it_lacks_is_refused_when_a_pack_is_shared() -> None
     pack = pack_of([8], local_cp_size=2, cp_group=SimpleNamespace(size=lambda: 2))
     with pytest.raises(ValueError, match=r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p"):
         module(*inputs(4), None, packed_seq_params=pack)
-
-
-def test_a_pack_that_several_ranks_share_without_their_group_is_refused() -> None:
-    """Under dynamic context parallelism the config says 1 and each pack says its own size."""
-    pack = pack_of([8], local_cp_size=2)
-    with pytest.raises(ValueError, match="expected a cp_group of local_cp_size 2, got none"):
-        attention()(*inputs(8), None, packed_seq_params=pack)
-    for alone in (None, 1):
-        attention()(*inputs(8), None, packed_seq_params=pack_of([8], local_cp_size=alone))
 
 
 @pytest.mark.parametrize("mask", [Mask.padding, Mask.padding_causal])
@@ -228,16 +224,13 @@ def test_a_calls_mask_type_goes_before_the_constructors() -> None:
             assert torch.equal(module(*qkv, None, asked, packed_seq_params=pack), expected)
 
 
-def test_the_longest_document_may_be_a_constant_or_a_tensor() -> None:
-    qkv = [t.detach() for t in inputs(6)]
-    expected = attention()(*qkv, None, packed_seq_params=pack_of([2, 4]))
+def test_the_longest_document_may_be_a_constant_or_a_tensor_and_nothing_is_kept() -> None:
+    qkv, module = [t.detach() for t in inputs(6)], attention()
+    expected = module(*qkv, None, packed_seq_params=pack_of([2, 4]))
     for longest in (100, torch.tensor(4, dtype=torch.int32)):
         pack = pack_of([2, 4], max_seqlen_q=longest)
-        assert torch.equal(attention()(*qkv, None, packed_seq_params=pack), expected)
-
-
-def test_it_has_no_parameters_and_no_state() -> None:
-    assert dict(attention().state_dict()) == {}
+        assert torch.equal(module(*qkv, None, packed_seq_params=pack), expected)
+    assert dict(module.state_dict()) == {}
 
 
 # -- values of fewer dimensions than the keys ----------------------------------------------------
