@@ -65,6 +65,7 @@ PYTHON = [
     "module_calls",
     "module",
     "pack_reader",
+    "rank_places",
     "site_object",
 ]
 WATCH = ["dict_events", "module_watch", "serials", "state_items", "state_watch", "values"]

@@ -16,11 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.results import Figure, Measurement, plain
 from benchmarks.subjects.hosts import DETERMINISTIC, engines_spec, install, seed_streams
 from benchmarks.subjects.packs import LAYER_KINDS, MICRO_BATCHES, model_options
-from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
@@ -98,10 +98,10 @@ def measure_bits(case: BitsCase, options: ModelOptions = MODEL) -> Answer:
                 for what, ours in step.items():
                     pairs = zip(ours, theirs[what], strict=True)
                     differing[what] += sum(not torch.equal(*pair) for pair in pairs)
-            (report,) = megatron.reports()
+            (report,) = megagraph.reports()
             answer[mode] = {**differing, "report": report}
         finally:
-            megatron.uninstall()
+            megagraph.uninstall()
     return answer
 
 

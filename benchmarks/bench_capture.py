@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
 from benchmarks.measuring.clocks import outside_bytes
 from benchmarks.measuring.results import Figure, Measurement, beside_each, plain
@@ -24,7 +25,7 @@ from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
 from benchmarks.subjects.packs import a_pack, model_options
-from megagraph import _C, megatron
+from megagraph import _C
 from megagraph.bank.backends import CudaBackend
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import CapturePlan
@@ -143,7 +144,7 @@ def measure_own() -> dict[str, dict[str, Answer]]:
             for hidden, trainer in trainers.items():
                 measured[str(hidden)][name] = _capture(trainer, TOKENS)
         finally:
-            megatron.uninstall()
+            megagraph.uninstall()
     return measured
 
 

@@ -24,7 +24,7 @@ from benchmarks.subjects.layers import made_quickly
 from benchmarks.subjects.packs import Case, model_options
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
-from megagraph.megatron import disable_cuda_graphs_this_step
+from megagraph.megatron.plugin import disable_cuda_graphs_this_step
 
 REPLAYS, STEPS, SAMPLES = 1_000_000, 8, 1000  # samples of the memory; the first one is what counts
 DOCUMENTS = 64  # the most of a pack: a document has at least a 64th of the tokens

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, timed
 from benchmarks.subjects.hosts import DETERMINISTIC, install_for
 from benchmarks.subjects.packs import CASES, Case
-from megagraph import megatron
 from megagraph.demo.compare import time_steps
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
@@ -35,7 +35,7 @@ def measure_time(case: Case, *, graphs: bool) -> Answer:
     fitting = [[pack for pack in step if pack.num_seqs <= most] for step in steps[:WARM_UP_STEPS]]
     _, reserved = _walls_ms(trainer, fitting, graphs=graphs)
     walls, of_all = _walls_ms(trainer, steps[WARM_UP_STEPS:], graphs=graphs)
-    report = megatron.reports()[-1]
+    report = megagraph.reports()[-1]
     return {"walls_ms": walls, "fitting": reserved / MIB, "all": of_all / MIB, "report": report}
 
 

@@ -20,34 +20,34 @@ if TYPE_CHECKING:
     from megagraph.config import GraphConfig as GraphConfig
     from megagraph.decide.dispatch import Capacity as Capacity
     from megagraph.decide.reasons import EagerReason as EagerReason
-    from megagraph.megatron import context_groups as context_groups
-    from megagraph.megatron import disable_cuda_graphs_this_step as disable_cuda_graphs_this_step
-    from megagraph.megatron import get_gpt_block_varlen_spec as get_gpt_block_varlen_spec
-    from megagraph.megatron import get_gpt_layer_varlen_spec as get_gpt_layer_varlen_spec
-    from megagraph.megatron import get_hybrid_stack_varlen_spec as get_hybrid_stack_varlen_spec
-    from megagraph.megatron import install as install
-    from megagraph.megatron import is_cuda_graph_skipped as is_cuda_graph_skipped
-    from megagraph.megatron import reports as reports
-    from megagraph.megatron import resume as resume
-    from megagraph.megatron import suspend as suspend
-    from megagraph.megatron import uninstall as uninstall
-    from megagraph.megatron import with_grouped_experts as with_grouped_experts
+    from megagraph.megatron.parallel.context import context_groups as context_groups
+    from megagraph.megatron.patch.installation import install as install
+    from megagraph.megatron.patch.installation import reports as reports
+    from megagraph.megatron.patch.installation import resume as resume
+    from megagraph.megatron.patch.installation import suspend as suspend
+    from megagraph.megatron.patch.installation import uninstall as uninstall
+    from megagraph.megatron.plugin import disable_cuda_graphs_this_step as disable_cuda_graphs_this_step
+    from megagraph.megatron.plugin import is_cuda_graph_skipped as is_cuda_graph_skipped
+    from megagraph.megatron.specs import get_gpt_block_varlen_spec as get_gpt_block_varlen_spec
+    from megagraph.megatron.specs import get_gpt_layer_varlen_spec as get_gpt_layer_varlen_spec
+    from megagraph.megatron.specs import get_hybrid_stack_varlen_spec as get_hybrid_stack_varlen_spec
+    from megagraph.megatron.specs import with_grouped_experts as with_grouped_experts
     from megagraph.megatron.watch import watch as watch
 
-_HOME = {
-    "GraphConfig": "megagraph.config",
-    "Capacity": "megagraph.decide.dispatch",
-    "EagerReason": "megagraph.decide.reasons",
-    **dict.fromkeys(
-        (
-            *("context_groups", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "reports"),
-            *("get_gpt_block_varlen_spec", "get_gpt_layer_varlen_spec", "get_hybrid_stack_varlen_spec"),
-            *("install", "resume", "suspend", "uninstall", "with_grouped_experts"),
-        ),
-        "megagraph.megatron",
+_NAMES = {
+    "megagraph.config": ("GraphConfig",),
+    "megagraph.decide.dispatch": ("Capacity",),
+    "megagraph.decide.reasons": ("EagerReason",),
+    "megagraph.megatron.parallel.context": ("context_groups",),
+    "megagraph.megatron.patch.installation": ("install", "reports", "resume", "suspend", "uninstall"),
+    "megagraph.megatron.plugin": ("disable_cuda_graphs_this_step", "is_cuda_graph_skipped"),
+    "megagraph.megatron.specs": (
+        *("get_gpt_block_varlen_spec", "get_gpt_layer_varlen_spec", "get_hybrid_stack_varlen_spec"),
+        "with_grouped_experts",
     ),
-    "watch": "megagraph.megatron.watch",
+    "megagraph.megatron.watch": ("watch",),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 

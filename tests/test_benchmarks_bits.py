@@ -12,11 +12,11 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are not installed
 
+import megagraph
 from benchmarks import bench_bits as bits
 from benchmarks import bench_soak as soak
 from benchmarks.subjects import costs, inside, layers
 from benchmarks.subjects.hosts import install_for
-from megagraph import megatron
 from megagraph.demo.cpu import megatron_on_cpu
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 
@@ -39,7 +39,7 @@ def on_cpu() -> Iterator[None]:
 def ends_uninstalled() -> Iterator[None]:
     """Each of these is the last thing that a process of a benchmark does."""
     yield
-    megatron.uninstall()
+    megagraph.uninstall()
 
 
 def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin(

@@ -14,13 +14,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+import megagraph
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds, in_turns, phases_us
 from benchmarks.subjects.hosts import check_replays, install_for
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.layers import LAYERS, TOKENS, captured, end_reductions, made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
-from megagraph import megatron
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 
@@ -196,11 +196,11 @@ class _TimedTrainer(Trainer):
                     self.forward_backward(packs, forward_only=True)
                 for pack in () if case.scheduled else packs:
                     self.call(pack, self.chunk)
-            if sum(report["replays"] for report in megatron.reports()) != before:
+            if sum(report["replays"] for report in megagraph.reports()) != before:
                 raise RuntimeError("expected eager calls only, got replays")
         finally:
             _TimedTrainer.is_idle = False
-            megatron.uninstall()
+            megagraph.uninstall()
         return self.times_us[1:]
 
 

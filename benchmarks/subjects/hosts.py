@@ -10,8 +10,8 @@ import torch
 from torch import distributed, multiprocessing
 from torch.multiprocessing.spawn import spawn
 
+import megagraph
 from benchmarks.measuring.children import Answer
-from megagraph import megatron
 from megagraph.config import GraphConfig
 
 # Read when cuBLAS starts, and when Transformer Engine makes an attention module.
@@ -20,7 +20,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINIS
 
 def install(**options: Any) -> None:
     """Installs the plugin, with no line of its own."""
-    megatron.install(GraphConfig(**{"progress": False, "log_interval": 0, **options}))
+    megagraph.install(GraphConfig(**{"progress": False, "log_interval": 0, **options}))
 
 
 def install_for(tokens: int, *num_seqs: int, **options: Any) -> None:

@@ -28,7 +28,7 @@ from benchmarks.subjects.packs import a_pack, hidden_states, variant_of
 from megagraph.bank.bank import Bank
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
-from megagraph.megatron import disable_cuda_graphs_this_step
+from megagraph.megatron.plugin import disable_cuda_graphs_this_step
 
 LAYERS = 24
 TOKENS = 256

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
+import megagraph
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
 from benchmarks.subjects.packs import a_pack, filled
 from benchmarks.subjects.steps import Batch, arguments_of, batch_of
-from megagraph import megatron
 from megagraph.cli.demo import quiet_megatron
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.documents import Document
@@ -230,7 +230,7 @@ def measure_memory(model: ModelOptions, schedule: StageSchedule, *, graphs: bool
     for _ in range(3):
         trainer.step([batch] * MANY, keeps=False)
     torch.cuda.synchronize()
-    reports = megatron.reports() if graphs else []
+    reports = megagraph.reports() if graphs else []
     for report in reports:
         check_replays(report)
     return {"reserved": torch.cuda.max_memory_reserved(), "slots": sum(report["slots"] for report in reports)}
@@ -333,7 +333,7 @@ class PipelineTrainer:
         several = len(self.chunks) > 1
         with ExitStack() as stack:
             if eager:
-                stack.enter_context(megatron.disable_cuda_graphs_this_step())
+                stack.enter_context(megagraph.disable_cuda_graphs_this_step())
             if forward_only:
                 stack.enter_context(torch.no_grad())
             results: list[dict[str, Any]] = get_forward_backward_func()(
@@ -407,8 +407,8 @@ def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
     settled = {how: times[SETTLED:] for how, times in walls.items()}
     for _ in range(ALONE):
         step("graphed", batches)
-    for report in megatron.reports()[cut.chunks :]:
+    for report in megagraph.reports()[cut.chunks :]:
         check_replays(report)
-    megatron.uninstall()
+    megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return {**settled, "differing": differing}

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.profiler import record_function
 
+import megagraph
 from benchmarks.measuring.children import Answer, caught
 from benchmarks.measuring.clocks import STEP, Timeline, outside_bytes, traced, wall_ms
 from benchmarks.subjects.hosts import check_replays, install, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
-from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.packs import Pack, next_token_labels, position_ids
 from megagraph.demo.trainer import ModelOptions, Trainer, mean_loss, packed_seq_params
-from megagraph.megatron import disable_cuda_graphs_this_step
+from megagraph.megatron.plugin import disable_cuda_graphs_this_step
 
 NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
 WARM_UP_STEPS, FURTHER_STEPS = 3, 3  # the first of the further ones captures
@@ -199,8 +199,8 @@ def measure_ours(case: StepCase) -> Answer:
     before = caught(lambda: _unpatched(trainer, case, steps))
     install(capacities=(case.capacity,))
     answer = _in_turns(trainer, case, steps)
-    check_replays(megatron.reports()[-1], "DISABLED")
-    megatron.uninstall()
+    check_replays(megagraph.reports()[-1], "DISABLED")
+    megagraph.uninstall()
     after = caught(lambda: _unpatched(trainer, case, steps))
     if "error" in before or "error" in after:
         return {**answer, "unpatched": before if "error" in before else after}
@@ -266,7 +266,7 @@ def measure_steps(
         for index in case.rounds(rounds):
             for way, of_way in walls.items():
                 of_way.append(made.wall_ms(steps[index], graphs=way == "graphed"))
-    report = megatron.reports()[-1]
+    report = megagraph.reports()[-1]
     if graphs and plugin.get("mode") != "eager":
         check_replays(report, "DISABLED")
     return {**walls, **memory, "report": report}

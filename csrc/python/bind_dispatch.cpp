@@ -6,6 +6,7 @@
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/micro_batch.h"
 #include "csrc/python/module_calls.h"
+#include "csrc/python/rank_places.h"
 #include "csrc/torch/skipping.h"
 
 namespace py = pybind11;
@@ -83,6 +84,14 @@ void bind_dispatch(py::module_& m) {
   m.def("with_canonical_mark", &with_canonical_mark, py::arg("params"), py::kw_only(),
         py::arg("by_token") = false);
   m.def("without_ranks", &without_ranks, py::arg("params"));
+  m.def("with_tail_as_document", &with_tail_as_document, py::arg("params"), py::arg("rows"));
+  py::class_<ShownRanks>(m, "ShownRanks").def("put_back", &ShownRanks::put_back);
+  py::class_<RankPlaces>(m, "RankPlaces")
+      .def(py::init<const py::iterable&, const std::vector<std::string>&, py::object, bool>(),
+           py::arg("modules"), py::arg("collections"), py::arg("metrics"), py::kw_only(),
+           py::arg("weighs_losses"))
+      .def("show", &RankPlaces::show, py::arg("group"), py::arg("size"), py::arg("times"),
+           py::kw_only(), py::arg("leaves_metrics"));
   m.def("require_rows", &require_rows, py::arg("rows"), py::arg("tokens"), py::arg("reason"));
   py::class_<CanonicalPacks, std::shared_ptr<CanonicalPacks>>(m, "CanonicalPacks")
       .def(py::init<VariantKey, int64_t>(), py::arg("key"), py::arg("extra_seqs"))
@@ -106,7 +115,7 @@ void bind_dispatch(py::module_& m) {
       .def("given_params", &MicroBatch::given_params, py::kw_only(), py::arg("is_own_table"))
       .def("canonical_params", &MicroBatch::canonical_params)
       .def("constant_params", &MicroBatch::constant_params)
-      .def("mask_at_entry", &MicroBatch::mask_at_entry, py::arg("mask"))
+      .def("enter", &MicroBatch::enter, py::arg("given"), py::arg("row_lists"))
       .def("take_mask", &MicroBatch::take_mask, py::arg("mask"), py::arg("hidden_states"))
       .def("replace_mask", &MicroBatch::replace_mask, py::arg("mask"))
       .def("take_freqs", &MicroBatch::take_freqs, py::arg("table"))

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/python/canonical_packs.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full_like.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <utility>
@@ -18,7 +21,8 @@ struct Names {
   const py::str &actual_q = interned("cu_seqlens_q"), &actual_kv = interned("cu_seqlens_kv"),
                 &padded_q = interned("cu_seqlens_q_padded"),
                 &padded_kv = interned("cu_seqlens_kv_padded"), &seq_idx = interned("seq_idx"),
-                &tokens = interned("total_tokens"), &mark = interned("_megagraph_by_token");
+                &between = interned("pad_between_seqs"), &tokens = interned("total_tokens"),
+                &mark = interned("_megagraph_by_token");
   std::array<const py::str*, 4> offsets{&actual_q, &actual_kv, &padded_q, &padded_kv};
 };
 
@@ -62,6 +66,28 @@ py::object without_ranks(const py::object& params) {
   py::object plain = copy_of(params);
   for (const char* name : {"local_cp_size", "cp_group"}) plain.attr(name) = py::none();
   return plain;
+}
+
+py::object with_tail_as_document(const py::object& params, int64_t rows) {
+  py::object longer = copy_of(params);
+  const py::object actual = py::getattr(params, names().actual_q);
+  const py::object padded = py::getattr(params, names().padded_q);
+  // Unset, it follows from the offsets: whether they are two tensors.
+  if (py::getattr(params, names().between).is_none()) {
+    py::setattr(longer, names().between, py::bool_(!padded.is_none() && !padded.is(actual)));
+  }
+  const at::Tensor& valid = tensor_of(actual.ptr());
+  const at::Tensor& physical = padded.is_none() ? valid : tensor_of(padded.ptr());
+  const at::Tensor end = at::full_like(physical.slice(0, -1), rows);
+  const py::object ends = py::cast(at::cat({valid, valid.slice(0, -1)}));
+  const py::object physical_ends = py::cast(at::cat({physical, end}));
+  for (const py::str* name : {&names().actual_q, &names().actual_kv}) {
+    py::setattr(longer, *name, ends);
+  }
+  for (const py::str* name : {&names().padded_q, &names().padded_kv}) {
+    py::setattr(longer, *name, physical_ends);
+  }
+  return longer;
 }
 
 CanonicalPacks::CanonicalPacks(VariantKey key, int64_t extra_seqs)

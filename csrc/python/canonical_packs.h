@@ -30,6 +30,10 @@ pybind11::object with_canonical_mark(const pybind11::object& params, bool by_tok
 // The pack without the ranks that it names.
 pybind11::object without_ranks(const pybind11::object& params);
 
+// A canonical pack of `rows`, of all ranks together, with one more document: of the rows past its
+// end, and of no valid token.
+pybind11::object with_tail_as_document(const pybind11::object& params, int64_t rows);
+
 class CanonicalPacks {
  public:
   // `extra_seqs`: documents that the convention of the tail adds, of padding alone.

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <stdexcept>
@@ -178,8 +179,19 @@ py::object MicroBatch::constant_params() {
   return entered_;
 }
 
-std::optional<at::Tensor> MicroBatch::mask_at_entry(const std::optional<at::Tensor>& mask) const {
-  return rules_->pads_at_entry && !is_as_given_ ? padded_mask(mask) : mask;
+void MicroBatch::enter(const py::dict& given, const std::vector<std::string>& row_lists) {
+  given["packed_seq_params"] = constant_params();
+  const auto tensor_in = [&](const char* name) {
+    return given.contains(name) ? given[name].cast<std::optional<at::Tensor>>() : std::nullopt;
+  };
+  if (key().has_mask && rules_->pads_at_entry && !is_as_given_) {
+    given["padding_mask"] = py::cast(padded_mask(tensor_in("padding_mask")));
+  }
+  if (entry_padding_ == 0) return;
+  for (const std::string& name : row_lists) {
+    const std::optional<at::Tensor> rows = tensor_in(name.c_str());
+    if (rows) given[name.c_str()] = py::cast(at::constant_pad_nd(*rows, {0, entry_padding_}));
+  }
 }
 
 bool MicroBatch::take_freqs(const py::object& table) {

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "csrc/decide/eager_reason.h"
@@ -106,8 +107,10 @@ class MicroBatch {
   // where that was decided before.
   pybind11::object constant_params();
 
-  // The padding mask that the model is given: the canonical pack's where that is padded at entry.
-  std::optional<at::Tensor> mask_at_entry(const std::optional<at::Tensor>& mask) const;
+  // Before the model is entered: puts `constant_params()` into what it is given, by name. Where the
+  // canonical pack is padded at entry it also gets that one's padding mask, if it has any, and row
+  // lists, [1, T] each, get the capacity's rows, of which those that are added hold zeros.
+  void enter(const pybind11::dict& given, const std::vector<std::string>& row_lists);
   // Takes rotary frequencies that the block was given, if the variant's have a row for each token.
   // False where these are none of its.
   bool take_freqs(const pybind11::object& table);

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import load_documents
@@ -141,8 +142,6 @@ def quiet_megatron() -> None:
 def _run(
     options: argparse.Namespace, config: GraphConfig, steps: Sequence[Sequence[Pack]], console: Console
 ) -> int:
-    from megagraph import megatron
-
     on_gpu = torch.cuda.is_available()
     shape = ModelOptions(
         layers=options.layers,
@@ -153,7 +152,7 @@ def _run(
         bf16=on_gpu,
         seed=options.seed,
     )
-    megatron.install(config)
+    megagraph.install(config)
     try:
         eager, graphed = Trainer(shape), Trainer(shape)
         if not on_gpu:
@@ -161,12 +160,12 @@ def _run(
         with Progress(console=Console(stderr=True), transient=True, disable=rank() != 0) as progress:
             task = progress.add_task("training twice", total=options.steps)
             agreement = compare_steps(eager, graphed, steps[: options.steps], lambda: progress.advance(task))
-        report = {**megatron.reports()[-1], "model": "GPTModel"}  # the second, the graphed one
+        report = {**megagraph.reports()[-1], "model": "GPTModel"}  # the second, the graphed one
         timed, times = steps[options.steps :], None
         if on_gpu and timed:
             times = time_steps(eager, timed, graphs=False), time_steps(graphed, timed, graphs=True)
     finally:
-        megatron.uninstall()
+        megagraph.uninstall()
     _show(console, agreement, report, times)
     if options.json is not None and rank() == 0:
         write_report([report], options.json, **_comparison(agreement, times), **_facts())

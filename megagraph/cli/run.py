@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+import megagraph
 from megagraph.config import GraphConfig
 from megagraph.log import rank
 from megagraph.report import check_target, read_leases, read_report, report_table
@@ -61,10 +62,8 @@ def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
 
 
 def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
-    from megagraph import megatron
-
     _log_to_stderr()
-    megatron.install(config)
+    megagraph.install(config)
     outer = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
     # Before what is there, which processes that the script starts may need to find this package.
@@ -73,10 +72,10 @@ def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = outer
-        reports = megatron.reports()
+        reports = megagraph.reports()
         if reports and rank() == 0:
             Console(stderr=True).print(report_table(reports))
-        megatron.uninstall()
+        megagraph.uninstall()
     return 0
 
 

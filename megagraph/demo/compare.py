@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron import disable_cuda_graphs_this_step
+from megagraph.megatron.plugin import disable_cuda_graphs_this_step
 
 __all__ = ["Agreement", "StepTimes", "compare_steps", "time_steps"]
 

@@ -186,10 +186,7 @@ def grouped_experts() -> type[Any]:
         @torch.no_grad()
         def _initialize(self) -> None:
             """Draws expert by expert, as Megatron does where each is a module."""
-            from megatron.core.tensor_parallel.random import (
-                get_cuda_rng_tracker,
-                get_expert_parallel_rng_tracker_name,
-            )
+            from megatron.core.tensor_parallel import random
 
             config = self.config
             first = self.linear_fc1, config.init_method
@@ -202,7 +199,8 @@ def grouped_experts() -> type[Any]:
                         init(drawn)
                         weight.copy_(drawn)
                     else:
-                        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                        name = random.get_expert_parallel_rng_tracker_name()
+                        with random.get_cuda_rng_tracker().fork(name):
                             init(weight)
 
         def forward(

@@ -15,7 +15,8 @@ from megagraph.config import GraphConfig
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
-from megagraph.megatron.parallel.model_parallel import place_of, schedule_of, speaks_for_stage
+from megagraph.megatron.parallel.groups import ranks_of
+from megagraph.megatron.parallel.model_parallel import place_of, schedule_of
 from megagraph.timeline import Lease
 
 __all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
@@ -94,9 +95,10 @@ class Plugin:
                     self._around[module] = graphs
         return self._around.get(module)
 
-    def _add(self, model: nn.Module) -> GraphedModel:
+    def _add(self, model: Any) -> GraphedModel:
         ddp, name, stages = find_ddp(self._step_models, model), self._name(model), schedule_of(model)
-        if stages.stages > 1 and speaks_for_stage(model):
+        # The rank of a stage that is in the pipeline of rank 0 writes its report.
+        if stages.stages > 1 and 0 in ranks_of(model.pp_group):
             self.stage, self.stages = stages.stage, stages.stages
             let_speak(True)
         with about(name), torch.inference_mode(False):  # its tensors are written later, in any mode

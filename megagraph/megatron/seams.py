@@ -21,7 +21,7 @@ from megagraph.log import log
 __all__ = [
     *("ATTENTION_ROPE", "BLOCK_FORWARD", "DATA_AND_CONTEXT_GROUP", "DESTROY_MODEL_PARALLEL"),
     *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
-    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "HYBRID_FORWARD"),
+    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "HYBRID_FORWARD", "KEPT_BY_STACKS"),
     *("HYBRID_STACK_FORWARD", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS", "MLA_ATTENTION"),
     *("MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS", "PACK_GROUPS"),
     *("PERMUTATION", "PERMUTED_ROWS", "PREDICTION_FORWARD", "ROUTER_FORWARD", "ROUTING", "SAVING_GROUP"),
@@ -119,6 +119,8 @@ HYBRID_STACK_FORWARD = Seam("megatron.core.models.hybrid.hybrid_block", "HybridS
 # The same before 0.18; later releases derive these names from the others.
 MAMBA_FORWARD = Seam("megatron.core.models.mamba.mamba_model", "MambaModel.forward", _OF_MODELS)
 _MAMBA_STACK_FORWARD = Seam("megatron.core.ssm.mamba_block", "MambaStack.forward", _OF_BLOCKS)
+# Arguments that such a stack hands to a `TransformerLayer` alone, which nothing in its place is.
+KEPT_BY_STACKS = ("rotary_pos_emb", "padding_mask")
 # If a pack has no `seq_idx` each mixer makes it.
 MIXER_DOCUMENTS = Seam(
     "megatron.core.ssm.mamba_mixer", "MambaMixer._create_packed_seq_idx", "packed_seq_params total_tokens"
@@ -216,11 +218,10 @@ def is_megatrons_rope(function: Callable[..., Any]) -> bool:
 @functools.cache
 def has_engine() -> bool:
     """Whether Transformer Engine is there; if it is not, Megatron has stand-ins instead."""
-    try:
-        is_there = importlib.util.find_spec("transformer_engine") is not None
-    except ValueError:  # a host's stand-in, without a spec
-        is_there = False
-    return is_there and bool(importlib.import_module(ENGINE_ATTENTION.module).HAVE_TE)
+    with contextlib.suppress(ValueError):  # a host's stand-in, without a spec
+        if importlib.util.find_spec("transformer_engine") is not None:
+            return bool(importlib.import_module(ENGINE_ATTENTION.module).HAVE_TE)
+    return False
 
 
 def is_engine_attention(module: nn.Module) -> bool:
@@ -230,8 +231,9 @@ def is_engine_attention(module: nn.Module) -> bool:
 
 # -- experts -------------------------------------------------------------------------------------
 
-_ROUTERS, _DISPATCHERS, _MOE_UTILS = (
-    f"megatron.core.transformer.moe.{name}" for name in ("router", "token_dispatcher", "moe_utils")
+_ROUTERS, _DISPATCHERS, _MOE_UTILS, _MOE_LAYERS = (
+    f"megatron.core.transformer.moe.{name}"
+    for name in ("router", "token_dispatcher", "moe_utils", "moe_layer")
 )
 # What routers that are told what to choose are called through.
 ROUTER_FORWARD = Seam(_ROUTERS, "TopKRouter.forward", "input padding_mask")
@@ -245,10 +247,8 @@ EXPERT_CHOICE = Seam(_ROUTERS, "topk_routing_with_score_function", "logits topk"
 LAYER_FORWARD = Seam("megatron.core.transformer.transformer_layer", "TransformerLayer.forward")
 # What is run in parts if a router is graphed.
 MLP_FORWARD = Seam(LAYER_FORWARD.module, "TransformerLayer._forward_mlp", "hidden_states padding_mask")
-EXPERT_FORWARD = Seam(
-    "megatron.core.transformer.moe.moe_layer", "MoELayer.forward", "hidden_states padding_mask"
-)
-EXPERT_PREPROCESS = Seam(EXPERT_FORWARD.module, "MoELayer.preprocess", "hidden_states probs routing_map")
+EXPERT_FORWARD = Seam(_MOE_LAYERS, "MoELayer.forward", "hidden_states padding_mask")
+EXPERT_PREPROCESS = Seam(_MOE_LAYERS, "MoELayer.preprocess", "hidden_states probs routing_map")
 DISPATCH_PREPROCESS = Seam(
     _DISPATCHERS, "MoEAlltoAllTokenDispatcher.dispatch_preprocess", "hidden_states routing_map probs"
 )
@@ -318,15 +318,15 @@ _HYBRID_GROUPS = Seam(_STATE, "get_hybrid_data_context_parallel_groups", "check_
 SAVING_GROUP = ("megatron.core.transformer.moe.experts", "dp_group")
 
 
-def hybrid_groups(cp_sizes: Collection[int]) -> Mapping[int, Any]:
-    """This rank's groups of Megatron's hybrid context parallelism by size, as far as it has any.
+def hybrid_groups(cp_sizes: Collection[int]) -> Sequence[Any]:
+    """This rank's groups of Megatron's hybrid context parallelism of some sizes, as far as it has any.
 
     Its packs name them; that of all ranks is the one of data and context parallelism. Some may be destroyed.
     """
-    ask, found = _HYBRID_GROUPS.function(), {}
+    ask, found = _HYBRID_GROUPS.function(), []
     for size in cp_sizes:
         with contextlib.suppress(KeyError):
-            found[size] = ask(check_initialized=False, group_size=size)
+            found.append(ask(check_initialized=False, group_size=size))
     return found
 
 

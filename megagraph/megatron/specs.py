@@ -18,9 +18,7 @@ from megagraph.megatron.seams import hybrid_seams
 from megagraph.modules import Norm, VarlenAttention
 
 __all__ = [
-    "get_gpt_block_varlen_spec",
-    "get_gpt_layer_varlen_spec",
-    "get_hybrid_stack_varlen_spec",
+    *("get_gpt_block_varlen_spec", "get_gpt_layer_varlen_spec", "get_hybrid_stack_varlen_spec"),
     "with_grouped_experts",
 ]
 
@@ -40,22 +38,16 @@ def get_gpt_layer_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     parallelism without Transformer Engine and Apex: see `get_gpt_block_varlen_spec()`.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     spec = get_gpt_layer_local_spec(*args, **kwargs)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = VarlenAttention
-    _replace_norms(spec.submodules, "input_layernorm", "pre_mlp_layernorm")
-    _replace_norms(attention, "q_layernorm", "k_layernorm", "kv_layernorm")
+    for submodules in (spec.submodules, attention):
+        for name, module in [*vars(submodules).items()]:
+            if module is WrappedTorchNorm:
+                setattr(submodules, name, Norm)
     return spec
-
-
-def _replace_norms(submodules: Any, *names: str) -> None:
-    """Puts `Norm` in place of core's plain torch norm."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    for name in names:
-        if getattr(submodules, name, None) is WrappedTorchNorm:
-            setattr(submodules, name, Norm)
 
 
 def get_gpt_block_varlen_spec(
@@ -73,14 +65,11 @@ def get_gpt_block_varlen_spec(
         pp_rank: pipeline rank; by default this process's.
         kwargs: for `get_gpt_layer_varlen_spec()`.
     """
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
+    from megatron.core.transformer import transformer_block
 
     layer = get_gpt_layer_varlen_spec(*args, **kwargs)
-    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(
+    num_layers = transformer_block.get_num_layers_to_build(config, vp_stage, pp_rank)
+    return transformer_block.TransformerBlockSubmodules(
         layer_specs=[layer] * num_layers, layer_norm=layer.submodules.input_layernorm
     )
 
@@ -147,6 +136,9 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    if (hybrid := hybrid_seams()) is None:
+        raise ImportError("megatron-core has no hybrid models: neither HybridModel nor MambaModel")
+    stack = hybrid[1].owner()
     bound = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs).arguments
     given = {**bound.pop("kwargs", {}), **bound}
     layer = get_gpt_layer_varlen_spec(**{**given, "num_experts": None}).submodules
@@ -164,7 +156,7 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         "attention_layer": attention,
         "mlp_layer": dataclasses.replace(mlp, module=MLPLayer),
     }
-    submodules: Any = importlib.import_module(_megatrons_stack().__module__).MambaStackSubmodules
+    submodules: Any = importlib.import_module(stack.__module__).MambaStackSubmodules
     if "mla_layer" in inspect.signature(submodules).parameters:
         # Megatron has no multi-latent attention with such norms.
         of_mla = {**given, "num_experts": None, "multi_latent_attention": True, "qk_l2_norm": False}
@@ -172,14 +164,7 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         layers["mla_layer"] = _of_parts(mla, _ATTENTION_PARTS)
     if given.get("num_experts"):
         layers["moe_layer"] = _of_parts(get_gpt_layer_varlen_spec(**given).submodules, _MLP_PARTS)
-    return ModuleSpec(module=_hybrid_stack(), submodules=submodules(**layers))
-
-
-def _megatrons_stack() -> Any:
-    hybrid = hybrid_seams()
-    if hybrid is None:
-        raise ImportError("megatron-core has no hybrid models: neither HybridModel nor MambaModel")
-    return hybrid[1].owner()
+    return ModuleSpec(module=_with_norm(stack), submodules=submodules(**layers))
 
 
 def _of_parts(submodules: Any, names: Collection[str], **further: Any) -> Any:
@@ -192,9 +177,8 @@ def _of_parts(submodules: Any, names: Collection[str], **further: Any) -> Any:
 
 
 @functools.cache
-def _hybrid_stack() -> type[Any]:
+def _with_norm(stack: Any) -> type[Any]:
     """Megatron's stack with another final norm; a class of its own, so nothing is patched."""
-    stack: Any = _megatrons_stack()
 
     class VarlenHybridStack(stack):  # type: ignore[misc]  # of an untyped package
         """Builds `Norm` where Megatron's stack builds Transformer Engine's."""

@@ -23,12 +23,12 @@ from worlds import World, Worlds
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not installed
 
+import megagraph
 from benchmarks.measuring.clocks import ACTIVITIES
 from benchmarks.measuring.results import Figure, publish
 from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.inside import Replays
 from benchmarks.subjects.packs import CASES, Case, model_options
-from megagraph import megatron
 from megagraph.demo.compare import compare_steps
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
@@ -161,7 +161,7 @@ def compare(job: Job) -> dict[str, Any]:
     config = {**job.transformer, **({"apply_rope_fusion": True} if job.transformer_engine else {})}
     eager, graphed = (Trainer(job.model, config=config, ddp=job.ddp, spec=spec) for _ in range(2))
     agreement = compare_steps(eager, graphed, job.packs(distributed.get_rank()))
-    answer = dataclasses.asdict(agreement) | {"report": megatron.reports()[-1]}
+    answer = dataclasses.asdict(agreement) | {"report": megagraph.reports()[-1]}
     return answer if job.main_case is None else answer | replay_costs(graphed)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from megagraph._C import MicroBatch
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.seams import BLOCK_FORWARD, GPT_FORWARD, called_name, hybrid_seams, made_in
@@ -128,19 +129,19 @@ class Entries:
         is_new, doors.is_own = doors.is_own is None, bool(doors.is_own)
         return EagerReason.WARMING_UP if is_new and not doors.problem else EagerReason.SCOPE_UNSUPPORTED
 
-    def block_bypassed(self, decided: EagerReason | None) -> EagerReason:
+    def block_bypassed(self, batch: MicroBatch | EagerReason) -> EagerReason:
         """Takes note of a call of the block that ran as given. Returns how it counts.
 
-        `decided` says why the micro-batch runs as given; None if it was to run on the canonical pack.
+        That is why the micro-batch was to run as given, if it was not to run on the canonical pack.
         """
         self.block.reached += 1
         self.block.is_own = bool(self.block.is_own)
-        return self.block_missed(decided)
+        return self.block_missed(batch)
 
-    def block_missed(self, decided: EagerReason | None) -> EagerReason:
+    def block_missed(self, batch: MicroBatch | EagerReason) -> EagerReason:
         """The same of a micro-batch that did not get to where the plugin acts in the block."""
-        if decided is not None:
-            return decided
+        if isinstance(batch, EagerReason):
+            return batch
         self.fail(f"some calls do not reach {self.block.where}, where the plugin acts")
         return EagerReason.SCOPE_UNSUPPORTED
 

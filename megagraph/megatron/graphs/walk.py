@@ -71,6 +71,8 @@ class LayerLoop:
     each forward for what to call with a site's index before that site; it is None if nothing ever is.
     """
 
+    layer_number = 1  # read for the context of fp8, which is refused
+
     def __init__(
         self,
         plan: BlockPlan,
@@ -87,6 +89,7 @@ class LayerLoop:
         self.before_sites = before_sites
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
         self.batch: MicroBatch | None = None
+        self.kept: Mapping[str, Any] = {}  # of its block's arguments those that the call is not given
 
     def steps_of(self, layer: int) -> list[LayerStep]:
         """Of a layer that is not joined with others; one, if its site has no graph."""
@@ -98,12 +101,12 @@ class LayerLoop:
         *,
         attention_mask: Tensor | None = None,
         packed_seq_params: Any = None,
-        padding_mask: Tensor | None = None,
-        **arguments: Any,
+        **given: Any,
     ) -> tuple[Tensor, None]:
         """Runs every layer: its graph, or itself where its site answers so."""
-        batch = self.batch
+        batch, arguments = self.batch, {**self.kept, **given}
         assert batch is not None
+        padding_mask = arguments.pop("padding_mask", None)
         is_other = padding_mask is not batch.mask  # which is staged
         if is_other:
             batch.replace_mask(padding_mask)
@@ -116,9 +119,9 @@ class LayerLoop:
             self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
             if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
                 batch.run_as_given(is_own_table=False)
-            hidden_states, given = batch.pad(hidden_states), {**arguments, **batch.layer_arguments()}
+            hidden_states, arguments = batch.pad(hidden_states), arguments | batch.layer_arguments()
             for layer in self._plan.layers():
-                hidden_states = without_history(run_layer(layer, hidden_states, given))
+                hidden_states = without_history(run_layer(layer, hidden_states, arguments))
             return hidden_states, None
         before_site = self.before_sites and self.before_sites()
         if before_site is None:

@@ -18,10 +18,8 @@ ranks share than the model's own are counted as if those had shared them.
 """
 
 import contextlib
-import functools
-import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,33 +27,15 @@ from torch import distributed, nn
 
 from megagraph import _C
 from megagraph.log import log
+from megagraph.megatron import seams
 from megagraph.megatron.parallel.groups import COLLECTIONS, groups_of_pack, ranks_of
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
-from megagraph.megatron.seams import (
-    DATA_AND_CONTEXT_GROUP,
-    ENGINE_ATTENTION,
-    PACK_GROUPS,
-    PACKED_SEQ_PARAMS,
-    hybrid_groups,
-    is_engine_attention,
-    is_replaced,
-    moe_metrics,
-    moe_records,
-    router_losses_count_ranks,
-)
-from megagraph.megatron.watch import IGNORED_ATTRIBUTES, weakly
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.modules import VarlenAttention
 
 __all__ = ["ContextGroups", "ContextRanks", "context_groups", "unsupported_sharing"]
 
 _Group = distributed.ProcessGroup
-
-# Of a module: its group; a router's, over which it adds up its losses; and beside the group of Transformer
-# Engine's attention, its ranks in the job and a stream.
-_GROUP, _OF_LOSSES, _RANKS, _STREAM = "cp_group", "tp_cp_group", "cp_global_ranks", "cp_stream"
-_OF_MODULES = (_GROUP, _OF_LOSSES, _RANKS, _STREAM)
-# Of a config: the number of ranks, and how much routers' losses weigh.
-_SIZE, _WEIGHTS = "context_parallel_size", ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 class ContextRanks:
@@ -63,29 +43,24 @@ class ContextRanks:
 
     If `cp_sizes` names any, each pack says by how many ranks it is shared, and groups are made for all of
     them, collectively over all ranks of the job. Else all packs are shared by the model's own group.
-
-    Attributes:
-        size: of the model's own group.
-        sizes: of all groups, ascending.
-        is_dynamic: packs say by how many ranks they are shared.
-        is_whole: none of the groups of several sizes, here or on a rank that was heard since, has been
-            destroyed by its ranks alone: else nothing is captured any more.
     """
 
     def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
         self._model, self._cp_sizes = weakref.ref(model), tuple(cp_sizes)
         self._own: tuple[_Group | None] | None = None  # as far as it is known
         self.size = self._own_size()
-        self.is_dynamic, self.is_whole = bool(cp_sizes), True
-        self.sizes: tuple[int, ...] = tuple(sorted({self.size, *cp_sizes}))
+        self.sizes: tuple[int, ...] = tuple(sorted({self.size, *cp_sizes}))  # of all groups
+        self.is_dynamic = bool(cp_sizes)  # packs say by how many ranks they are shared
+        # None of the groups of several sizes, here or on a rank that was heard since, has been destroyed by
+        # its ranks alone: else nothing is captured any more.
+        self.is_whole = True
         self._has_others = self.sizes != (self.size,)
         self._of_sizes: ContextGroups | None = None
-        # csrc/watch/state_watch.h, Note [State]: while the model's is as it was, so are the next two.
+        # csrc/watch/state_watch.h, Note [State]: while the model's is as it was, so are the places that show
+        # ranks, and what would not look there.
         self._watch: _C.StateWatch | None = None
         self._state = 0
-        self._places: Sequence[tuple[Callable[[], Any], str]] = ()
         self._unsupported: str | None = None
-        self._stream: torch.cuda.Stream | None = None
         self.follow()
         config: Any = model.config
         if self._has_others and not config.calculate_per_token_loss:
@@ -121,7 +96,10 @@ class ContextRanks:
         if self._watch is None or self._watch.now(True) != self._state:
             modules, block = [weakref.ref(module) for module in model.modules()], weakref.ref(model.decoder)
             self._watch = _C.StateWatch(modules, block, IGNORED_ATTRIBUTES, lambda _hook: True, [])
-            self._places = list(_places_in(model))
+            self._places = _C.RankPlaces(
+                *(model.modules(), COLLECTIONS, seams.moe_records),
+                weighs_losses=not seams.router_losses_count_ranks(),
+            )
             self._unsupported = next(_unsupported_dynamic_sharing(model), None)
             self._state = self._watch.now(True)
         if self._has_others:
@@ -129,9 +107,8 @@ class ContextRanks:
 
     def own_group(self) -> _Group | None:
         """The group that the model was built with; None for one rank."""
-        self._own = self._own or (
-            groups_of_pack(self._model()).get("cp"),
-        )  # never while another one is shown
+        if self._own is None:  # never while another one is shown
+            self._own = (groups_of_pack(self._model()).get("cp"),)
         return self._own[0]
 
     def _own_size(self) -> int:
@@ -195,10 +172,6 @@ class ContextRanks:
         if self._has_others:
             raise ValueError(f"cp_sizes: expected a model that graphs take, got: {what}")
 
-    def of_layers(self, params: Any) -> Any:
-        """A pack as layers get it: without ranks of its own, which they see all around."""
-        return params if not self.is_dynamic or params is None else _C.without_ranks(params)
-
     def showing_size(self, cp_size: int) -> contextlib.AbstractContextManager[None]:
         """Around what runs for ranks of the model's group of a size."""
         return self._showing(cp_size, self.of_size(cp_size), leaves_metrics=False)
@@ -214,98 +187,28 @@ class ContextRanks:
             yield
             return
         self._check()
-        shown = _alone() if cp_size == 1 else group
-        if shown is None or shown.size() != cp_size:
-            found = "none" if shown is None else f"one of {shown.size()} ranks"
+        if cp_size > 1 and (group is None or group.size() != cp_size):
+            found = "none" if group is None else f"one of {group.size()} ranks"
             raise ValueError(f"expected a cp_group of local_cp_size {cp_size}, got {found}")
-        times = cp_size / self.size
-        owners = ((owner(), name) for owner, name in self._places)
-        places = [(vars(owner), name) for owner, name in owners if owner is not None]
-        before = [(values, name, values[name]) for values, name in places]
-        own = next((group for _, name, group in before if name == _OF_LOSSES and group is not None), None)
+        shown = self._places.show(group, cp_size, cp_size / self.size, leaves_metrics=leaves_metrics)
         try:
-            for values, name, value in before:
-                values[name] = self._value(name, value, shown, times)
-            counted = _counted_as_shared_by(own, shown, times if leaves_metrics else 1)
-            with contextlib.nullcontext() if own is None else counted:
-                yield
+            yield
         finally:
-            for values, name, value in before:
-                values[name] = value
-
-    def _value(self, name: str, value: Any, shown: _Group, times: float) -> Any:
-        if name in _WEIGHTS and isinstance(value, list):  # of several losses
-            return [each * times for each in value]
-        if name in _WEIGHTS:
-            return None if value is None else value * times
-        if name == _SIZE:
-            return shown.size()
-        if name not in (_RANKS, _STREAM):
-            return shown
-        if shown.size() == 1:
-            return None
-        if name == _RANKS:
-            return distributed.get_process_group_ranks(shown)
-        self._stream = self._stream or torch.cuda.Stream()  # for attention of other ranks' keys
-        return self._stream
-
-
-def _places_in(model: nn.Module) -> Iterator[tuple[Callable[[], Any], str]]:
-    """Where modules look for the ranks, each place once: groups, and their number."""
-    met: set[tuple[int, str]] = set()
-    for module in model.modules():
-        values = vars(module)
-        config = values.get("config")
-        weighs = getattr(config, "calculate_per_token_loss", False) and not router_losses_count_ranks()
-        owners = [
-            (module, _OF_MODULES),
-            *((values.get(name), ("cp",)) for name in COLLECTIONS),
-            (config, (_SIZE, *_WEIGHTS) if weighs else (_SIZE,)),
-        ]
-        for owner, name in ((owner, name) for owner, names in owners for name in names):
-            if name in getattr(owner, "__dict__", ()) and (id(owner), name) not in met:
-                met.add((id(owner), name))
-                yield weakly(owner), name
-
-
-@functools.cache
-def _alone() -> _Group:
-    """A group of this rank, for what asks for its size and its place and no more."""
-    return _Group(0, 1)  # type: ignore[call-arg]  # torch's own, which stubs do not show
-
-
-@contextlib.contextmanager
-def _counted_as_shared_by(own: Any, shown: Any, times: float) -> Iterator[None]:
-    """Around what runs a pack that `times` as many ranks share as metrics are added up over: those of `own`.
-
-    Routers see the group `shown` meanwhile.
-    """
-    before = {} if times == 1 else {name: values.clone() for name, values in moe_metrics().items()}
-    try:
-        yield
-    finally:
-        for name, record in moe_records().items():
-            group = record.get("reduce_group")
-            if group is not own and group is not shown:
-                continue  # a mean of its own, or over all ranks
-            record["reduce_group"] = own
-            if times != 1:
-                earlier = before.get(name, 0)
-                record["values"].sub_(earlier).mul_(times).add_(earlier)
-
-
-_HIERARCHICAL = "a2a+p2p"  # its ranks are in two groups, which Megatron makes for one number of them
+            shown.put_back()
 
 
 def unsupported_sharing(model: Any) -> Iterator[str]:
     """What of a model ranks cannot share packs in, in words."""
     found = (getattr(module, "core_attention", None) for module in model.modules())
     cores = [core for core in found if core is not None]
-    for name in sorted({type(core).__name__ for core in cores if not _is_known(core)}):
+    of_engine = [core for core in cores if seams.is_engine_attention(core)]
+    known = [core for core in of_engine if not seams.is_replaced(core, seams.ENGINE_ATTENTION)]
+    foreign = [core for core in cores if not isinstance(core, VarlenAttention) and core not in known]
+    for name in sorted({type(core).__name__ for core in foreign}):
         yield f"attention of class {name}"
     # It gets the rows past a pack's end as one document more, of padding alone.
-    says_padding = "pad_between_seqs" in vars(PACKED_SEQ_PARAMS.function())
-    if not says_padding and any(map(is_engine_attention, cores)):
+    says_padding = "pad_between_seqs" in vars(seams.PACKED_SEQ_PARAMS.function())
+    if of_engine and not says_padding:
         yield "Transformer Engine's attention, of packs that cannot say pad_between_seqs"
     if any(hasattr(module, "mixer") for module in model.modules()):
         yield "Mamba layers"
@@ -313,8 +216,9 @@ def unsupported_sharing(model: Any) -> Iterator[str]:
         yield "multi-token prediction"
     if need_equal_rows(model.config):
         yield "experts over several ranks that need equal rows"
-    if any(getattr(core, "cp_comm_type", None) == _HIERARCHICAL for core in cores):
-        yield f"cp_comm_type={_HIERARCHICAL!r}"
+    # Its ranks are in two groups, which Megatron makes for one number of them.
+    if any(getattr(core, "cp_comm_type", None) == "a2a+p2p" for core in cores):
+        yield "cp_comm_type='a2a+p2p'"
 
 
 def _unsupported_dynamic_sharing(model: Any) -> Iterator[str]:
@@ -335,11 +239,6 @@ def _unsupported_dynamic_sharing(model: Any) -> Iterator[str]:
         yield "experts with tensor parallelism"
 
 
-def _is_known(core: nn.Module) -> bool:
-    is_engines = is_engine_attention(core) and not is_replaced(core, ENGINE_ATTENTION)
-    return isinstance(core, VarlenAttention) or is_engines
-
-
 class ContextGroups:
     """Groups of neighbouring ranks of a data-parallel times context-parallel group, nested.
 
@@ -347,29 +246,23 @@ class ContextGroups:
     those in other groups: every rank makes all of them, in one order. A group of one rank is None; one of all
     ranks is the parent itself: Megatron's data-parallel group, with context-parallel ranks in it.
 
-    Groups of this rank that are `given`, by size and the preferred ones first, take the place of those that
-    would be made if they are of the ranks that are wanted. Others are left aside, destroyed ones among them:
-    Megatron keeps those of hybrid context parallelism beyond the end of their world.
+    Groups of this rank that are `given`, the preferred ones first, take the place of those that would be made
+    if they are of the ranks that are wanted. Others are left aside, destroyed ones among them: Megatron keeps
+    those of hybrid context parallelism beyond the end of their world.
     """
 
-    def __init__(
-        self,
-        parent: _Group,
-        cp_sizes: Sequence[int],
-        given: Mapping[int, Sequence[_Group]] = types.MappingProxyType({}),
-    ) -> None:
+    def __init__(self, parent: _Group, cp_sizes: Sequence[int], given: Iterable[_Group] = ()) -> None:
         self.parent, self.num_ranks, self.rank = parent, parent.size(), parent.rank()
         self.cp_sizes, self._is_warm = tuple(sorted(set(cp_sizes))), False
-        ranks = distributed.get_process_group_ranks(parent)
+        ranks, given = _in_order(parent), [*given, parent]
         for size in cp_sizes:
             if size < 1 or len(ranks) % size:
                 raise ValueError(f"expected cp_sizes that divide {len(ranks)} ranks, got {size}")
-        self._groups: dict[int, _Group | None] = {len(ranks): parent}
-        for size, groups in given.items():
+        self._groups: dict[int, _Group | None] = {1: None}
+        for size in {*self.cp_sizes} - {1}:
             first = self.rank // size * size
-            fitting = [group for group in groups if _in_order(group) == ranks[first : first + size]]
+            fitting = [group for group in given if _in_order(group) == ranks[first : first + size]]
             self._groups |= {size: fitting[0]} if fitting else {}
-        self._groups[1] = None
         if missing := [size for size in self.cp_sizes if size not in self._groups]:
             everywhere: list[list[int]] = [[]] * distributed.get_world_size()
             distributed.all_gather_object(everywhere, ranks)
@@ -380,17 +273,14 @@ class ContextGroups:
 
     def of_size(self, cp_size: int) -> _Group | None:
         """This rank's group of a size; None for one rank."""
-        return self._groups[cp_size] if cp_size > 1 else None
+        return self._groups[cp_size]
 
     def known(self) -> dict[int, _Group]:
         """Those of several ranks, by size."""
-        return {size: group for size in self.cp_sizes if (group := self.of_size(size)) is not None}
+        return {size: group for size in self.cp_sizes if (group := self._groups[size]) is not None}
 
     def warm_up(self, device: torch.device) -> None:
-        """Uses every group, the largest first, once: no communicator is made later, inside of a capture.
-
-        Collective.
-        """
+        """Uses every group, the largest first, once: no capture makes a communicator. Collective."""
         if not self._is_warm:
             self._is_warm = True
             for group in reversed(self.known().values()):
@@ -420,7 +310,7 @@ def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
     """
     global _kept
     try:
-        parent = DATA_AND_CONTEXT_GROUP.function()(with_context_parallel=True)
+        parent = seams.DATA_AND_CONTEXT_GROUP.function()(with_context_parallel=True)
     except AssertionError as error:
         raise RuntimeError("expected Megatron's process groups to be initialized, found none") from error
     kept = _kept[1] if _kept[0] is parent else {}
@@ -429,9 +319,8 @@ def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
             f"expected the groups of {cp_sizes} ranks that were made before, got none of {destroyed}: they "
             "have been destroyed; make Megatron's groups anew as well"
         )
-    static = PACK_GROUPS["cp"].function()(check_initialized=False)  # the same for all packs
-    sources = hybrid_groups(cp_sizes), kept, {} if static is None else {static.size(): static}
-    given = {size: [found[size] for found in sources if size in found] for size in cp_sizes}
+    static = seams.PACK_GROUPS["cp"].function()(check_initialized=False)  # the same for all packs
+    given = (*seams.hybrid_groups(cp_sizes), *kept.values(), static)
     made = ContextGroups(parent, cp_sizes, given)
     _kept = parent, {**kept, **made.known()}
     return made

@@ -20,10 +20,8 @@ __all__ = ["ParamSyncs", "accumulator_hooks", "borders_of", "find_ddp", "is_ddp_
 
 def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
     """The Megatron DDP module around `chunk`, among what a schedule was given; None without one."""
-    for model in models:
-        if hasattr(model, "ddp_config") and any(module is chunk for module in model.modules()):
-            return model
-    return None
+    ddps = (model for model in models if hasattr(model, "ddp_config"))
+    return next((ddp for ddp in ddps if any(module is chunk for module in ddp.modules())), None)
 
 
 def is_ddp_hook(hook: Callable[..., Any]) -> bool:

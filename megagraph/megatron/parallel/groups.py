@@ -15,6 +15,7 @@ which any layer uses those of tensor and context parallelism; others count if a 
 of it.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,12 +38,10 @@ _OF_GLOBAL_LOSS = "tp_dp_cp_group"
 
 def ranks_of(group: object) -> Ranks:
     """The ranks of a process group; none if it is no group, or is one no more."""
-    if not isinstance(group, distributed.ProcessGroup):
-        return frozenset()
-    try:
-        return frozenset(distributed.get_process_group_ranks(group))
-    except KeyError:  # destroyed
-        return frozenset()
+    with contextlib.suppress(KeyError):  # destroyed
+        if isinstance(group, distributed.ProcessGroup):
+            return frozenset(distributed.get_process_group_ranks(group))
+    return frozenset()
 
 
 def _is_used(name: str, owner: object) -> bool:
@@ -97,15 +96,14 @@ def held_by(site: SiteSpec) -> Mapping[str, Any]:
 
 def refused_for_groups(sites: Sequence[SiteSpec], same_pack: Ranks, model: nn.Module) -> Mapping[int, Why]:
     """Sites of a model, by index, that hold groups of others than the ranks that run the same pack: why."""
-    found = {}
+    found: dict[int, Why] = {}
     own = getattr(model, "pg_collection", None)
     names = {} if own is None else {id(group): name for name, group in reversed(vars(own).items())}
-    for index, site in enumerate(sites):
-        for holder, group in held_by(site).items():
-            if not ranks_of(group) <= same_pack:
-                attribute = holder.rpartition(".")[2].strip("_").removesuffix("_group")
-                who = f"{names.get(id(group), attribute)}, {len(ranks_of(group))} ranks: {holder}"
-                why = f"collectives of ranks that run other packs ({who}) are not supported yet"
-                found[index] = EagerReason.SCOPE_UNSUPPORTED, why
-                break
+    held = ((index, *each) for index, site in enumerate(sites) for each in held_by(site).items())
+    for index, holder, group in held:
+        if not ranks_of(group) <= same_pack:
+            attribute = holder.rpartition(".")[2].strip("_").removesuffix("_group")
+            who = f"{names.get(id(group), attribute)}, {len(ranks_of(group))} ranks: {holder}"
+            why = f"collectives of ranks that run other packs ({who}) are not supported yet"
+            found.setdefault(index, (EagerReason.SCOPE_UNSUPPORTED, why))
     return found

@@ -15,21 +15,18 @@ from typing import Any
 from torch import Tensor, distributed, nn
 
 from megagraph.decide.dispatch import StageSchedule
-from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of
+from megagraph.megatron.parallel.groups import groups_of_pack
 from megagraph.megatron.seams import GPT_FORWARD
 from megagraph.modules.linear_maps import linear_map
 
 __all__ = [
     *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "shared_anew", "slots_of"),
-    *("speaks_for_stage", "splits"),
+    "splits",
 ]
 
 
 def splits(given: int, wanted: int, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """How many rows a rank sends to each of `size` ranks, and how many it gets from each.
-
-    Each rank has `given` rows before, and `wanted` afterwards.
-    """
+    """How many of its `given` rows a rank sends to each rank, and gets from each of its `wanted`."""
 
     def overlap(holder: int, taker: int) -> int:
         first, end = max(holder * given, taker * wanted), min((holder + 1) * given, (taker + 1) * wanted)
@@ -59,20 +56,16 @@ def shared_anew(rows: Tensor, wanted: int, group: Any) -> Tensor:
 
 
 class TensorRanks:
-    """The tensor-parallel group of one model.
-
-    Attributes:
-        size: of the group.
-        shards_sequence: each rank holds a share of the rows between the layers.
-        is_gpt: the model is a GPTModel, which shares out the padding masks that it makes from ids itself.
-    """
+    """The tensor-parallel group of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         group = self._group()
         self.size: int = 1 if group is None else distributed.get_world_size(group)
         config: Any = model.config
+        # Each rank holds a share of the rows between the layers.
         self.shards_sequence: bool = config.sequence_parallel and self.size > 1
+        # Such a model shares out the padding masks that it makes from ids itself.
         self.is_gpt = isinstance(model, GPT_FORWARD.owner())
 
     def _group(self) -> Any:
@@ -132,31 +125,22 @@ def schedule_of(model: Any) -> StageSchedule:
     )
 
 
-def slots_of(model: nn.Module, asked: int | None) -> int:
+def slots_of(model: Any, asked: int | None) -> int:
     """How many micro-batches of a chunk have graphs and memory of their own; `asked`: `cuda_graph_slots`.
 
     In a pipeline no chunk needs more than its schedule has in flight. Without one a loop of the host's may
     have as many in flight as it likes.
     """
     schedule = schedule_of(model)
-    needed = schedule.most_in_flight[_chunk(model)]
+    needed = schedule.most_in_flight[model.vp_stage or 0]
     asked = needed if asked is None else asked
     return asked if schedule.stages == 1 else min(asked, needed)
 
 
-def place_of(model: nn.Module) -> str:
+def place_of(model: Any) -> str:
     """Which stage and chunk it is, for people: "stage 1, chunk 0"; empty without a pipeline."""
     schedule = schedule_of(model)
     if schedule.stages == 1:
         return ""
     stage = f"stage {schedule.stage}"
-    return stage if schedule.chunks == 1 else f"{stage}, chunk {_chunk(model)}"
-
-
-def speaks_for_stage(model: Any) -> bool:
-    """Whether this rank is in the pipeline of rank 0, and so the one of its stage that writes reports."""
-    return 0 in ranks_of(model.pp_group)
-
-
-def _chunk(model: Any) -> int:
-    return model.vp_stage or 0
+    return stage if schedule.chunks == 1 else f"{stage}, chunk {model.vp_stage or 0}"

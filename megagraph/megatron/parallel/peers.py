@@ -27,13 +27,7 @@ from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
 from megagraph.megatron.parallel.context import ContextRanks
-from megagraph.megatron.parallel.groups import (
-    Ranks,
-    groups_of_pack,
-    held_by,
-    ranks_of,
-    ranks_of_pack,
-)
+from megagraph.megatron.parallel.groups import Ranks, groups_of_pack, held_by, ranks_of, ranks_of_pack
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.seams import STAGE_GROUP
 
@@ -142,11 +136,6 @@ class Peers(HostGroup):
     """The ranks that run, or may run, the same packs of a model: all that share communicators of its graphs.
 
     If its packs say by how many ranks they are shared, these are `cp_sizes`.
-
-    Attributes:
-        tensor: its tensor-parallel ranks.
-        context: its context-parallel ranks.
-        run_other_packs: some of them may do so at the same time.
     """
 
     def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
@@ -155,7 +144,7 @@ class Peers(HostGroup):
         self._same_pack: Ranks = frozenset()
         self.tensor = TensorRanks(model)
         self.context = ContextRanks(model, cp_sizes)
-        self.run_other_packs = self.context.is_dynamic
+        self.run_other_packs = self.context.is_dynamic  # some of them may do so at the same time
         super().__init__(self._ranks(), "may share packs" if self.run_other_packs else "run the same packs")
         self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
 

@@ -25,13 +25,7 @@ from torch.nn import functional
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin
-from megagraph.megatron.scopes.moe import (
-    has_forced_routing,
-    mark_unrouted,
-    may_have_unrouted,
-    recomputes,
-    take_permuted,
-)
+from megagraph.megatron.scopes import moe
 from megagraph.megatron.seams import ROUTING, is_replaced, permutation_sorts
 
 __all__ = [
@@ -58,11 +52,11 @@ def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., A
     """
 
     def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-        graphs = _graphs_of(plugin, router) if has_forced_routing(router) else None
+        graphs = _graphs_of(plugin, router) if moe.has_forced_routing(router) else None
         batch = None if graphs is None else graphs.running
         if not isinstance(batch, MicroBatch) or batch.is_as_given:
             return original(router, input, padding_mask, **further)
-        if recomputes(router.config, "moe") or router.config.sequence_parallel:
+        if moe.recomputes(router.config, "moe") or router.config.sequence_parallel:
             raise RuntimeError(
                 "expected no 'moe' in recompute_modules, and no sequence parallelism, if routing is "
                 "replayed or a host's; without them, or with routers that are told so before the model's "
@@ -76,7 +70,7 @@ def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., A
         routed = original(router, input[:rows], padding_mask, **further)
         if added:
             routed = tuple(functional.pad(each, (0, 0, 0, added)) for each in routed)
-            mark_unrouted(routed[1])
+            moe.mark_unrouted(routed[1])
         return routed
 
     return forward
@@ -93,7 +87,7 @@ def wrap_routing(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., 
             probs, routing_map = original(router, logits, padding_mask=padding_mask, **further)
         finally:
             _padding.reset(token)
-        mark_unrouted(routing_map)
+        moe.mark_unrouted(routing_map)
         return probs, routing_map
 
     return routing
@@ -127,7 +121,7 @@ def wrap_permuted_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess(dispatcher: Any, routing_map: Tensor) -> Any:
         counts = original(dispatcher, routing_map)
         is_constant = not isinstance(dispatcher.num_out_tokens, torch.Tensor)
-        if may_have_unrouted(routing_map) and is_constant and not dispatcher.drop_and_pad:
+        if moe.may_have_unrouted(routing_map) and is_constant and not dispatcher.drop_and_pad:
             # As Megatron does if tokens are dropped.
             dispatcher.num_out_tokens = routing_map.sum()
             dispatcher._maybe_update_cuda_sync_point("before_permutation_1")
@@ -141,7 +135,7 @@ def wrap_permutation(original: Callable[..., Any]) -> Callable[..., Any]:
     further = (None, None) if permutation_sorts() else ()
 
     def permute(*args: Any, num_out_tokens: Any = None, **options: Any) -> Any:
-        permuted = take_permuted()
+        permuted = moe.take_permuted()
         if permuted is None:
             return original(*args, num_out_tokens=num_out_tokens, **options)
         if (count := int(num_out_tokens)) != permuted[0].size(0):

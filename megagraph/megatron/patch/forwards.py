@@ -12,15 +12,15 @@ is the capacity's, so the pack is marked, by which RoPE inside of them is ours. 
 rows: any that are added before the embedding, as under sequence parallelism, would change them.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from megagraph._C import by_name, has_forwards, is_skipped
+from megagraph._C import by_name, has_forwards, is_skipped, without_ranks
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch, as_pack
 from megagraph.megatron.graphs.entry import is_ours, names_of
@@ -28,8 +28,13 @@ from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayersOneByOne
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin, key_of
+from megagraph.megatron.seams import stand_in
 
-__all__ = ["ForwardWrappers", "wrap_prediction"]
+__all__ = [
+    *("wrap_block_call", "wrap_block_forward", "wrap_model_call", "wrap_model_forward", "wrap_prediction"),
+]
+
+_Function = Callable[..., Any]
 
 # The row lists among a model's arguments, [1, T] each, beside its padding mask.
 _ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -37,246 +42,218 @@ _ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
 _HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
 
 
-class ForwardWrappers:
-    """Wraps the forwards and the calls of models and blocks, whose graphs the plugin knows."""
+def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
+    """Wraps the call of models: acts around it if Megatron's forward is not reached."""
+    known_graphs, act = plugin.known_graphs, wrap_model_forward(plugin, original, around_call=True)
 
-    def __init__(self, plugin: Plugin) -> None:
-        self._plugin = plugin
-
-    def model_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the call of models: acts around it if Megatron's forward is not reached."""
-        plugin, known_graphs, act = self._plugin, self._plugin.known_graphs, self._acting(original, None)
-
-        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            graphs, get = known_graphs(key_of(model)), kwargs.get
-            is_inference = get("inference_context") is not None or get("inference_params") is not None
-            if graphs is None:  # a stage of a pipeline may have no layers
-                if is_inference or is_ours(model) or not len(model.decoder.layers):
-                    return original(model, *args, **kwargs)
-                graphs = plugin.graphs_of_model(model)
-            if is_inference:
-                with graphs.runs(None):
-                    return original(model, *args, **kwargs)
-            entries = graphs.entries
-            if not has_forwards(model, entries.model.forward, entries.block.forward):
-                entries.find_doors(model)
-            doors = entries.model
-            if doors.is_own is False and not doors.problem:
-                return act(model, *args, **kwargs)
-            reached, of_block = doors.reached, entries.block.reached
-            if doors.is_own is None and not doors.problem:
-                with graphs.runs(EagerReason.WARMING_UP):  # its block says what that is given
-                    out = original(model, *args, **kwargs)
-            else:
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs, get = known_graphs(key_of(model)), kwargs.get
+        is_inference = get("inference_context") is not None or get("inference_params") is not None
+        if graphs is None:  # a stage of a pipeline may have no layers
+            if is_inference or is_ours(model) or not len(model.decoder.layers):
+                return original(model, *args, **kwargs)
+            graphs = plugin.graphs_of_model(model)
+        if is_inference:
+            with graphs.runs(None):
+                return original(model, *args, **kwargs)
+        entries = graphs.entries
+        if not has_forwards(model, entries.model.forward, entries.block.forward):
+            entries.find_doors(model)
+        doors = entries.model
+        if doors.is_own is False and not doors.problem:
+            return act(model, *args, **kwargs)
+        reached, of_block = doors.reached, entries.block.reached
+        if doors.is_own is None and not doors.problem:
+            with graphs.runs(EagerReason.WARMING_UP):  # its block says what that is given
                 out = original(model, *args, **kwargs)
-            # If the host has set another forward meanwhile, it has called the model with that one itself.
-            if doors is entries.model and doors.reached == reached:
-                reason = entries.model_bypassed()
-                if entries.block.reached == of_block:
-                    graphs.count_as_given(reason)
-            return out
+        else:
+            out = original(model, *args, **kwargs)
+        # If the host has set another forward meanwhile, it has called the model with that one itself.
+        if doors is entries.model and doors.reached == reached:
+            reason = entries.model_bypassed()
+            if entries.block.reached == of_block:
+                graphs.count_as_given(reason)
+        return out
 
-        return call
+    return call
 
-    def model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps Megatron's forward of models, which acts where it is reached."""
-        return self._acting(original, names_of(original)[1:])
 
-    def _acting(self, original: Callable[..., Any], own_names: Sequence[str] | None) -> Callable[..., Any]:
-        """Decides, and hands on the pack that the decision asks for.
+def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool = False) -> _Function:
+    """Wraps Megatron's forward of models, or all of their call: decides, and hands on a pack accordingly."""
+    known_graphs, own_names = plugin.known_graphs, None if around_call else names_of(original)[1:]
 
-        Around Megatron's forward, whose arguments by position have `own_names`, or around the call (None).
-        """
-        plugin, known_graphs = self._plugin, self._plugin.known_graphs
-
-        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-            graphs = known_graphs(key_of(model))
-            if args:
-                # A call is one of a known model.
-                names = graphs.entries.model.names if own_names is None else own_names  # type: ignore[union-attr]
-                args, kwargs = by_name(names, args, kwargs)
-            get = kwargs.get
-            ids: Any = get("input_ids")
-            is_first_stage = getattr(model, "pre_process", True)
-            hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
-            is_inference = get("inference_context") is not None or get("inference_params") is not None
-            has_input = hidden_states is not None or (is_first_stage and ids is not None)
-            # Without input it says what is missing; a stage of a pipeline may have no layers.
-            is_untouched = is_inference or not has_input or not len(model.decoder.layers)
-            if graphs is None:
-                if is_untouched:
-                    return original(model, *args, **kwargs)
-                graphs = plugin.graphs_of_model(model)
-            entries = graphs.entries
-            if own_names is not None:
-                if entries.model.is_own is False:
-                    return original(model, *args, **kwargs)
-                entries.model.is_own = True
-                entries.model.reached += 1
-            elif not has_input and not is_inference:  # all of it by position, or by other names
-                graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = known_graphs(key_of(model))
+        if args:
+            # A call is one of a known model.
+            names = graphs.entries.model.names if own_names is None else own_names  # type: ignore[union-attr]
+            args, kwargs = by_name(names, args, kwargs)
+        get = kwargs.get
+        ids: Any = get("input_ids")
+        is_first_stage = getattr(model, "pre_process", True)
+        hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
+        is_inference = get("inference_context") is not None or get("inference_params") is not None
+        has_input = hidden_states is not None or (is_first_stage and ids is not None)
+        # Without input it says what is missing; a stage of a pipeline may have no layers.
+        is_untouched = is_inference or not has_input or not len(model.decoder.layers)
+        if graphs is None:
             if is_untouched:
-                with graphs.runs(None):
-                    return original(model, *args, **kwargs)
-            run, params = original, get("packed_seq_params")
-            if graphs.context.is_dynamic:
-                given, params = params, as_pack(params, ids, hidden_states)
-                run = _seeing(graphs, given, params, original)
-            tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
-            batch: MicroBatch | EagerReason | None = None
-            is_step, dispatcher = False, graphs.dispatcher
-            if graphs not in plugin.step_graphs:
-                if plugin.gone:
-                    plugin.free_gone()
-                batch = dispatcher.eager_reason(params, tokens, entries.are_settled)
-                if batch is None:
-                    is_step = plugin.begin_bare_call(graphs)
-            outer = graphs.running
-            try:
-                if batch is None:
-                    mask, ranks, from_ids = get("padding_mask"), graphs.tensor, hidden_states is None
-                    # Layers get as many of its rows as they have of hidden states.
-                    is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
-                    doors = entries.are_megatrons, entries.are_settled
-                    batch = dispatcher.enter(params, tokens, mask, is_shared, is_skipped(), *doors)
-                graphs.unlearned = None
-                if isinstance(batch, MicroBatch):
-                    batch = _enter(graphs, model, batch, kwargs)
-                if isinstance(batch, EagerReason):
-                    if dispatcher.needs_equal_rows:
-                        graphs.require_rows(tokens, batch)
-                    if entries.are_settled and not graphs.learns_from(batch):
-                        # Whatever its block is given: no graph has a use for it.
-                        dispatcher.count_eager(batch)
-                        batch = None
-                        if outer is None and not is_step:
-                            return run(model, *args, **kwargs)
-                reached = entries.block.reached
-                graphs.running = batch  # as `graphs.runs()`, without its calls
-                out = run(model, *args, **kwargs)
-                if batch is not None and entries.block.reached == reached:
-                    decided = batch if isinstance(batch, EagerReason) else None
-                    graphs.count_as_given(entries.block_missed(decided))
-                if isinstance(batch, MicroBatch) and batch.entry_padding and get("output_processor") is None:
-                    out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
-            except BaseException:
-                if is_step:
-                    graphs.break_step()
-                raise
-            finally:
-                graphs.running = outer
-            if is_step:
-                graphs.after_step()
-            return out
-
-        return forward
-
-    def block_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the call of blocks: replaces their layers one by one if Megatron's forward is not reached."""
-        graphs_of_block = self._plugin.graphs_of_block
-
-        def call(block: Any, *args: Any, **kwargs: Any) -> Any:
-            graphs = graphs_of_block(key_of(block))
-            if graphs is None or graphs.running is None:
-                return original(block, *args, **kwargs)
-            batch, doors = graphs.running, graphs.entries.block
-            if doors.is_own is False and isinstance(batch, MicroBatch):
-                doors.reached += 1
-                args, kwargs = by_name(doors.names, args, kwargs)
-                return _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
-            reached = doors.reached
-            out = original(block, *args, **kwargs)
-            if doors.reached == reached:
-                decided = batch if isinstance(batch, EagerReason) else None
-                reason = graphs.entries.block_bypassed(decided)
-                _args, given = by_name(doors.names, args, kwargs)
-                entered = given.get("hidden_states")
-                graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
-                graphs.count_as_given(reason, entered)
-            return out
-
-        return call
-
-    def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps Megatron's forward of blocks: pads the input, replays if so decided, cuts the output."""
-        graphs_of_block = self._plugin.graphs_of_block
-
-        def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-            graphs = graphs_of_block(key_of(block))
-            if graphs is None or graphs.running is None or graphs.entries.block.is_own is False:
-                return original(block, hidden_states, attention_mask, *args, **kwargs)
-            entries, batch, get = graphs.entries, graphs.running, kwargs.get
-            entries.block.is_own = True
-            entries.block.reached += 1
-            is_first = getattr(block, "pre_process", True)
-            entered = hidden_states if is_first else block.input_tensor
-            table, mask = get("rotary_pos_emb"), get("padding_mask")
-            if isinstance(batch, MicroBatch) and not entries.are_megatrons:
-                if get("packed_seq_params") is not batch.constant_params():
-                    batch = EagerReason.SIGNATURE_CHANGED
-                elif not _has_expected(graphs, batch, args, kwargs):
-                    graphs.run_as_given(batch, table, entered)
-                    kwargs["packed_seq_params"] = batch.params
-                    return original(block, hidden_states, attention_mask, *args, **kwargs)
+                return original(model, *args, **kwargs)
+            graphs = plugin.graphs_of_model(model)
+        entries = graphs.entries
+        if own_names is not None:
+            if entries.model.is_own is False:
+                return original(model, *args, **kwargs)
+            entries.model.is_own = True
+            entries.model.reached += 1
+        elif not has_input and not is_inference:  # all of it by position, or by other names
+            graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
+        if is_untouched:
+            with graphs.runs(None):
+                return original(model, *args, **kwargs)
+        run, params = original, get("packed_seq_params")
+        if graphs.context.is_dynamic:
+            given, params = params, as_pack(params, ids, hidden_states)
+            run = _seeing(graphs, given, params, original)
+        tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
+        batch: MicroBatch | EagerReason | None = None
+        is_step, dispatcher = False, graphs.dispatcher
+        if graphs not in plugin.step_graphs:
+            if plugin.gone:
+                plugin.free_gone()
+            batch = dispatcher.eager_reason(params, tokens, entries.are_settled)
+            if batch is None:
+                is_step = plugin.begin_bare_call(graphs)
+        outer = graphs.running
+        try:
+            if batch is None:
+                mask, ranks, from_ids = get("padding_mask"), graphs.tensor, hidden_states is None
+                # Layers get as many of its rows as they have of hidden states.
+                is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
+                doors = entries.are_megatrons, entries.are_settled
+                batch = dispatcher.enter(params, tokens, mask, is_shared, is_skipped(), *doors)
+            graphs.unlearned = None
+            if isinstance(batch, MicroBatch):
+                batch = _enter(graphs, model, batch, kwargs)
             if isinstance(batch, EagerReason):
-                graphs.look_at_table(table, get("packed_seq_params"), entered)
-                graphs.count_as_given(batch, entered)
+                if dispatcher.needs_equal_rows:
+                    graphs.require_rows(tokens, batch)
+                if entries.are_settled and not graphs.learns_from(batch):
+                    # Whatever its block is given: no graph has a use for it.
+                    dispatcher.count_eager(batch)
+                    batch = None
+                    if outer is None and not is_step:
+                        return run(model, *args, **kwargs)
+            reached = entries.block.reached
+            graphs.running = batch  # as `graphs.runs()`, without its calls
+            out = run(model, *args, **kwargs)
+            if batch is not None and entries.block.reached == reached:
+                graphs.count_as_given(entries.block_missed(batch))
+            if isinstance(batch, MicroBatch) and batch.entry_padding and get("output_processor") is None:
+                out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
+        except BaseException:
+            if is_step:
+                graphs.break_step()
+            raise
+        finally:
+            graphs.running = outer
+        if is_step:
+            graphs.after_step()
+        return out
+
+    return forward
+
+
+def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
+    """Wraps the call of blocks: replaces their layers one by one if Megatron's forward is not reached."""
+    graphs_of_block = plugin.graphs_of_block
+
+    def call(block: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = graphs_of_block(key_of(block))
+        if graphs is None or graphs.running is None:
+            return original(block, *args, **kwargs)
+        batch, doors = graphs.running, graphs.entries.block
+        if doors.is_own is False and isinstance(batch, MicroBatch):
+            doors.reached += 1
+            args, kwargs = by_name(doors.names, args, kwargs)
+            return _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
+        reached = doors.reached
+        out = original(block, *args, **kwargs)
+        if doors.reached == reached:
+            reason = graphs.entries.block_bypassed(batch)
+            _args, given = by_name(doors.names, args, kwargs)
+            entered = given.get("hidden_states")
+            graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
+            graphs.count_as_given(reason, entered)
+        return out
+
+    return call
+
+
+def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] = ()) -> _Function:
+    """Wraps Megatron's forward of blocks: pads the input, replays if so decided, cuts the output.
+
+    What the block has `kept` from its layers but those of Megatron's one class the loop gets here.
+    """
+    graphs_of_block, further_names = plugin.graphs_of_block, names_of(original)[3:]
+
+    def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = graphs_of_block(key_of(block))
+        if graphs is None or graphs.running is None or graphs.entries.block.is_own is False:
+            return original(block, hidden_states, attention_mask, *args, **kwargs)
+        entries, batch, get = graphs.entries, graphs.running, kwargs.get
+        entries.block.is_own = True
+        entries.block.reached += 1
+        is_first = getattr(block, "pre_process", True)
+        entered = hidden_states if is_first else block.input_tensor
+        table, mask = get("rotary_pos_emb"), get("padding_mask")
+        if isinstance(batch, MicroBatch) and not entries.are_megatrons:
+            if get("packed_seq_params") is not batch.constant_params():
+                batch = EagerReason.SIGNATURE_CHANGED
+            elif not _has_expected(graphs, batch, args, kwargs):
+                graphs.run_as_given(batch, table, entered)
+                kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            loop = graphs.begin(batch, entered, table, mask)
-            if loop is None:
-                rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
-                no_mask = given.pop("attention_mask")
+        if isinstance(batch, EagerReason):
+            graphs.look_at_table(table, get("packed_seq_params"), entered)
+            graphs.count_as_given(batch, entered)
+            return original(block, hidden_states, attention_mask, *args, **kwargs)
+        loop = graphs.begin(batch, entered, table, mask)
+        if loop is None:
+            rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
+            no_mask = given.pop("attention_mask")
+            with contextlib.ExitStack() as afterwards:
                 if is_first:
                     hidden_states = rows
                 else:
-                    block.input_tensor = rows
-                try:
-                    out = original(block, hidden_states, no_mask, *args, **given)
-                finally:
-                    if not is_first:
-                        block.input_tensor = entered
-                out = batch.cut(out)
-                graphs.verifier.keep_gradient(batch, out)
-                return out
-            block.__dict__["layers"] = (loop,)  # hides the registered modules
-            try:
-                out = original(block, hidden_states, None, *args, **kwargs)
-            finally:
-                del block.__dict__["layers"]
-                loop.batch = None
-                graphs.dispatcher.end(batch)
-            cut = batch.cut(out)
-            # The schedule keeps what it hands on over later forwards, and this may be the slot's memory.
-            return cut.clone() if graphs.hands_on and cut is out else cut
+                    stand_in(afterwards, block, "input_tensor", rows)
+                out = original(block, hidden_states, no_mask, *args, **given)
+            out = batch.cut(out)
+            graphs.verifier.keep_gradient(batch, out)
+            return out
+        if kept:
+            _args, given = by_name(further_names, args, kwargs)
+            loop.kept = {name: given.get(name) for name in kept}
+        block.__dict__["layers"] = (loop,)  # hides the registered modules
+        try:
+            out = original(block, hidden_states, None, *args, **kwargs)
+        finally:
+            del block.__dict__["layers"]
+            loop.batch, loop.kept = None, {}
+            graphs.dispatcher.end(batch)
+        cut = batch.cut(out)
+        # The schedule keeps what it hands on over later forwards, and this may be the slot's memory.
+        return cut.clone() if graphs.hands_on and cut is out else cut
 
-        return forward
-
-    def stack_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `HybridStack.forward` as `block_forward()` does; its loop takes the layers' place alike.
-
-        The stack hands rotary tables to a `TransformerLayer` only, which the loop is not. It gets them here.
-        """
-        names = names_of(original)[1:]
-
-        def run(stack: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if "layers" in stack.__dict__:  # shadowed: this micro-batch replays
-                (loop,) = stack.__dict__["layers"]
-                args, kwargs = by_name(names, args, kwargs)
-                further = {name: kwargs.get(name) for name in ("rotary_pos_emb", "padding_mask")}
-                layer: Any = functools.partial(loop, **further)
-                layer.layer_number = 1  # read for the context of fp8, which is refused
-                stack.__dict__["layers"] = (layer,)
-            return original(stack, *args, **kwargs)
-
-        return self.block_forward(run)
+    return forward
 
 
-def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: _Function) -> _Function:
     """A model's forward with the ranks of a pack all around. It gets the pack, without them, for `given`."""
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         if pack is not None and kwargs.get("packed_seq_params") is given:
-            kwargs["packed_seq_params"] = graphs.context.of_layers(pack)
+            kwargs["packed_seq_params"] = without_ranks(pack)
         with graphs.context.showing_pack(pack):
             return original(model, *args, **kwargs)
 
@@ -287,9 +264,9 @@ def _has_expected(
     graphs: GraphedModel, batch: MicroBatch, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether an overridden model hands to its block what the variant's layers are captured with."""
-    constants = graphs.captures.arguments.get(batch.key)
-    table = kwargs.get("rotary_pos_emb")
-    if batch.key.by_token and not graphs.captures.arguments.take(batch, table):
+    arguments = graphs.captures.arguments
+    constants = arguments.get(batch.key)
+    if batch.key.by_token and not arguments.take(batch, kwargs.get("rotary_pos_emb")):
         return False
     further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
@@ -298,11 +275,12 @@ def _has_expected(
 def _enter(
     graphs: GraphedModel, model: Any, batch: MicroBatch, given: dict[str, Any]
 ) -> MicroBatch | EagerReason:
-    """Puts the capacity's constants into the pack that a model is given, and adds rows to each row list.
+    """Puts the capacity's constants into the pack that a model is given, and adds rows where it is entered.
 
-    The offsets stay as given: what lies behind the layers tells documents apart by them. Returns the
-    micro-batch, or why it runs as given after all: there is no capacity yet, it is not known what the layers
-    will get, something fits the rows that were given alone, or asks the block for other results.
+    The offsets stay as given: what lies behind the layers tells documents apart by them. Losses of rows that
+    are added are cut off, so that no gradient comes from them. Returns the micro-batch, or why it runs as
+    given after all: there is no capacity yet, it is not known what the layers will get, something fits the
+    rows that were given alone, or asks the block for other results.
     """
     if batch.capacity is None:
         graphs.unlearned = batch
@@ -320,66 +298,45 @@ def _enter(
         reason = None if batch.key.by_token else graphs.reason_against_rows()
         if reason is not None and not batch.as_given(reason):
             return reason
-    passed = None
-    if processor is not None and not is_foreign:  # whose call of it is its own
-        passed = _process_given_rows(batch, graphs.tensor, given)
-    given["packed_seq_params"] = batch.constant_params()
-    if batch.key.has_mask:
-        given["padding_mask"] = batch.mask_at_entry(given.get("padding_mask"))
-    if batch.entry_padding:
-        _add_rows(batch, graphs.tensor, given)
-    if passed is not None:
-        passed.update({name: given.get(name) for name in _HANDED_ON})
-    return batch
-
-
-def _process_given_rows(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> dict[str, Any]:
-    """Before a model's arguments are padded: has its output processor handed what it would be without us.
-
-    What that returns is of the rows that were given, whatever it is. Returns where to note what the model
-    gets in place of them: what it has made of that stays what it is, less the rows that were added.
-    """
-    processor, as_given = given["output_processor"], {name: given.get(name) for name in _HANDED_ON}
-    tokens, has_more = batch.tokens, bool(batch.entry_padding)
-    passed: dict[str, Any] = {}
-
-    def process(**handed: Any) -> Any:
-        if has_more:
-            handed["hidden_states"] = ranks.share_anew(handed["hidden_states"], tokens)
-        for name, value in handed.items():
-            if value is None or name not in as_given:
-                continue
-            if value is passed[name]:
-                handed[name] = as_given[name]
-            elif has_more and name == "decoder_input":  # the embedding's, for one
-                handed[name] = ranks.share_anew(value, tokens)
-            elif has_more and name in _ROW_LISTS:
-                handed[name] = value[:, :tokens]
-        return processor(**handed)
-
-    given["output_processor"] = process
-    return passed
-
-
-def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> None:
-    """Gives the capacity's rows to each row list, and each rank's share of them to the decoder's input.
-
-    Those hold zeros. Their losses are cut off, so that no gradient comes from them.
-    """
-    for name in _ROW_LISTS:
-        if given.get(name) is not None:
-            given[name] = functional.pad(given[name], (0, batch.entry_padding))
-    rows: Tensor | None = given.get("decoder_input")
+    as_given = dict(given)
+    batch.enter(given, _ROW_LISTS)
+    rows: Tensor | None = given.get("decoder_input") if batch.entry_padding else None
     if rows is not None:
         if not rows.requires_grad:
             # The way back is a collective, and another rank may have a use for it.
             rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-        given["decoder_input"] = ranks.share_anew(rows, batch.tokens + batch.entry_padding)
+        given["decoder_input"] = graphs.tensor.share_anew(rows, batch.tokens + batch.entry_padding)
+    if processor is not None and not is_foreign:  # whose call of it is its own
+        given["output_processor"] = _of_given_rows(batch, graphs.tensor, as_given, dict(given))
+    return batch
 
 
-def _one_by_one(
-    graphs: GraphedModel, batch: MicroBatch, original: Callable[..., Any], given: dict[str, Any]
-) -> Any:
+def _of_given_rows(
+    batch: MicroBatch, ranks: TensorRanks, as_given: Mapping[str, Any], passed: Mapping[str, Any]
+) -> _Function:
+    """An output processor that hands the caller's own what it would be handed without us.
+
+    What that returns is of the rows that were given, whatever it is. What the model has made of what it was
+    `passed` stays what it is, less the rows that were added.
+    """
+    tokens, has_more = batch.tokens, bool(batch.entry_padding)
+
+    def process(**handed: Any) -> Any:
+        if has_more:
+            handed["hidden_states"] = ranks.share_anew(handed["hidden_states"], tokens)
+        for name in (name for name in _HANDED_ON if handed.get(name) is not None):
+            if handed[name] is passed.get(name):
+                handed[name] = as_given.get(name)
+            elif has_more and name == "decoder_input":  # the embedding's, for one
+                handed[name] = ranks.share_anew(handed[name], tokens)
+            elif has_more and name in _ROW_LISTS:
+                handed[name] = handed[name][:, :tokens]
+        return as_given["output_processor"](**handed)
+
+    return process
+
+
+def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, given: dict[str, Any]) -> Any:
     """Runs a block of layers, each of which replays or runs eager by itself.
 
     What comes without the pack that was handed on, or with another one, runs as it is.
@@ -402,11 +359,11 @@ def _one_by_one(
             loop.batch = None
             graphs.dispatcher.end(batch)
     if loop is not None and layers.num_called == 0:
-        graphs.count_as_given(graphs.entries.block_missed(None))
+        graphs.count_as_given(graphs.entries.block_missed(batch))
     return out
 
 
-def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_prediction(plugin: Plugin, original: _Function) -> _Function:
     """Wraps `MultiTokenPredictionBlock.forward`."""
     names = names_of(original)[1:]
     graphs_of_block = plugin.graphs_of_block
@@ -416,8 +373,7 @@ def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..
         batch = None if graphs is None else graphs.running
         if isinstance(batch, MicroBatch):
             args, kwargs = by_name(names, args, kwargs)
-            hidden_states: Any = kwargs.get("hidden_states")
-            is_own = batch.is_own(kwargs.get("rotary_pos_emb"), hidden_states)
+            is_own = batch.is_own(kwargs.get("rotary_pos_emb"), kwargs.get("hidden_states"))
             kwargs["packed_seq_params"] = batch.given_params(is_own_table=is_own)
         return original(block, *args, **kwargs)
 

@@ -14,7 +14,6 @@
   the offsets in each call, by an op that waits for the device for its length.
 """
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -23,42 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megagraph._C import is_by_token, is_canonical
+from megagraph._C import is_by_token, is_canonical, with_tail_as_document
 from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam, is_megatrons_rope
+from megagraph.modules.linear_maps import linear_map
 from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
 
 __all__ = [
-    "documents_of_rows",
-    "wrap_documents",
-    "wrap_engine_attention",
-    "wrap_fused_rope",
-    "wrap_key_rope",
-    "wrap_query_rope",
-    "wrap_rope",
+    *("documents_of_rows", "wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_key_rope"),
+    *("wrap_query_rope", "wrap_rope"),
 ]
 
 _Function = Callable[..., Any]
 _Arguments = Mapping[str, Any]
-
-
-class _Untailed(torch.autograd.Function):
-    """Passes rows [T, ...] on as they are; those of their gradient past the last offset become zero."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets)
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (offsets,) = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        torch.ops.megagraph.zero_tail_([grad], offsets)
-        return grad, None
-
-
-_without_gradient_tail: Callable[[Tensor, Tensor], Tensor] = _Untailed.apply
 
 
 def _end_of_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
@@ -75,6 +51,13 @@ def _without_tail(t: Tensor, offsets: Tensor) -> Tensor:
     return t
 
 
+def _without_gradient_tail(t: Tensor, offsets: Tensor) -> Tensor:
+    """Passes rows [T, ...] on as they are; those of their gradient past the last offset become zero."""
+    return linear_map(
+        t, lambda t, _end: t.view_as(t), lambda grad, end: _without_tail(grad.contiguous(), end), offsets
+    )
+
+
 _INTERLEAVED = "mla_rotary_interleaved"
 
 
@@ -83,11 +66,6 @@ def wrap_rope(original: _Function) -> _Function:
     tables = RotaryTables()
     # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
     by_config = _INTERLEAVED not in inspect.signature(original).parameters
-
-    def layout_of(config: Any, is_mla: bool) -> RopeLayout:
-        if config.multi_latent_attention if by_config else is_mla:
-            return "mla_interleaved"
-        return "interleaved" if config.rotary_interleaved else "neox"
 
     def apply_rotary_pos_emb(
         t: Tensor,
@@ -111,14 +89,11 @@ def wrap_rope(original: _Function) -> _Function:
             else:
                 rotated = original(rows, freqs, config, cu_seqlens, mscale, cp_group, **rest)
             return _without_tail(rotated, end)
+        layout: RopeLayout = "interleaved" if config.rotary_interleaved else "neox"
+        if config.multi_latent_attention if by_config else _INTERLEAVED in further:
+            layout = "mla_interleaved"
         return tables.rotate(
-            t,
-            freqs,
-            cu_seqlens,
-            layout=layout_of(config, _INTERLEAVED in further),
-            mscale=mscale,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
+            t, freqs, cu_seqlens, layout=layout, mscale=mscale, cp_size=cp_size, cp_rank=cp_rank
         )
 
     return apply_rotary_pos_emb
@@ -171,11 +146,11 @@ def wrap_query_rope(original: _Function) -> _Function:
 
 def wrap_key_rope(original: _Function) -> _Function:
     """Wraps `fused_apply_mla_rope_for_kv` as multi-latent attention sees it."""
-
-    def key_and_value(given: _Arguments, how: Rotation) -> tuple[Tensor, ...]:
-        return rope_mla(None, given["kv"], given["k_pos_emb"], how, v_dim=given["v_dim"])
-
-    return _wrap_mla(original, MLA_KEY_ROPE, key_and_value)
+    return _wrap_mla(
+        original,
+        MLA_KEY_ROPE,
+        lambda given, how: rope_mla(None, given["kv"], given["k_pos_emb"], how, v_dim=given["v_dim"]),
+    )
 
 
 def wrap_engine_attention(original: _Function) -> _Function:
@@ -183,7 +158,9 @@ def wrap_engine_attention(original: _Function) -> _Function:
     signature = inspect.signature(original)
 
     def forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
-        cp_size = _num_ranks(attention.cp_group)
+        found = attention.cp_group  # one, or two nested ones
+        groups = [found] if isinstance(found, distributed.ProcessGroup) else found or ()
+        cp_size = math.prod(group.size() for group in groups)
         if cp_size == 1:
             return original(attention, *args, **kwargs)
         given = signature.bind(attention, *args, **kwargs)
@@ -195,33 +172,13 @@ def wrap_engine_attention(original: _Function) -> _Function:
             return original(attention, *args, **kwargs)
         physical = pack.cu_seqlens_q if pack.cu_seqlens_q_padded is None else pack.cu_seqlens_q_padded
         end = _end_of_rows(physical, cp_size)
-        given.arguments["packed_seq_params"] = _with_tail_as_document(pack, physical, cp_size * rows)
+        given.arguments["packed_seq_params"] = with_tail_as_document(pack, cp_size * rows)
         for name in ("query", "key", "value"):
             given.arguments[name] = _without_gradient_tail(given.arguments[name], end)
         out: Tensor = original(*given.args, **given.kwargs)
         return _without_tail(out.contiguous(), end)
 
     return forward
-
-
-def _num_ranks(groups: Any) -> int:
-    """Of Transformer Engine's group, or of its two nested ones; one without any."""
-    if isinstance(groups, distributed.ProcessGroup):
-        return groups.size()
-    return math.prod(group.size() for group in groups or ())
-
-
-def _with_tail_as_document(pack: Any, physical: Tensor, rows: int) -> Any:
-    """A canonical pack of `rows` with one more document, of those past its end and of no valid token."""
-    actual, padded = pack.cu_seqlens_q, pack.cu_seqlens_q_padded
-    other = copy.copy(pack)
-    # Unset, it follows from the offsets: whether they are two tensors.
-    if pack.pad_between_seqs is None:
-        other.pad_between_seqs = padded is not None and padded is not actual
-    other.cu_seqlens_q = other.cu_seqlens_kv = torch.cat([actual, actual[-1:]])
-    last = torch.full_like(physical[-1:], rows)
-    other.cu_seqlens_q_padded = other.cu_seqlens_kv_padded = torch.cat([physical, last])
-    return other
 
 
 def documents_of_rows(offsets: Tensor, rows: int) -> Tensor:

@@ -16,8 +16,7 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
-from megagraph.megatron.patch import experts, inside_layers
-from megagraph.megatron.patch.forwards import ForwardWrappers, wrap_prediction
+from megagraph.megatron.patch import experts, forwards, inside_layers
 from megagraph.megatron.plugin import Plugin
 from megagraph.report import check_target, path_of_stage, report_text, write_report
 
@@ -45,18 +44,22 @@ def _wrap(seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> 
 
 
 def _wrap_all(plugin: Plugin) -> None:
-    forwards = ForwardWrappers(plugin)
+    def of(wrapper: Callable[..., Callable[..., Any]], **options: Any) -> _Wrapper:
+        return functools.partial(wrapper, plugin, **options)
+
+    of_models = of(forwards.wrap_model_forward), of(forwards.wrap_model_call)
+    block_call = of(forwards.wrap_block_call)
     for schedule in seams.SCHEDULES:
         _wrap(schedule, plugin.schedule)
-    _wrap(seams.GPT_FORWARD, forwards.model_forward, forwards.model_call)
-    _wrap(seams.BLOCK_FORWARD, forwards.block_forward, forwards.block_call)
+    _wrap(seams.GPT_FORWARD, *of_models)
+    _wrap(seams.BLOCK_FORWARD, of(forwards.wrap_block_forward), block_call)
     if (hybrid := seams.hybrid_seams()) is not None:
         model, stack = hybrid
-        _wrap(model, forwards.model_forward, forwards.model_call)
-        _wrap(stack, forwards.stack_forward, forwards.block_call)
+        _wrap(model, *of_models)
+        _wrap(stack, of(forwards.wrap_block_forward, kept=seams.KEPT_BY_STACKS), block_call)
         if not seams.packs_say_documents():
             _wrap(seams.MIXER_DOCUMENTS, inside_layers.wrap_documents)
-    _wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
+    _wrap(seams.PREDICTION_FORWARD, of(forwards.wrap_prediction))
     _wrap(seams.ATTENTION_ROPE, inside_layers.wrap_rope)
     _wrap(seams.MLA_ROPE, inside_layers.wrap_rope)
     _wrap(seams.MLA_QUERY_ROPE, inside_layers.wrap_query_rope)
@@ -65,8 +68,8 @@ def _wrap_all(plugin: Plugin) -> None:
         _wrap(seams.ENGINE_ATTENTION, inside_layers.wrap_engine_attention)
     if seams.FUSED_ROPE.function() is not None:
         _wrap(seams.FUSED_ROPE, inside_layers.wrap_fused_rope)
-    _wrap(seams.ROUTER_FORWARD, functools.partial(experts.wrap_router, plugin))
-    _wrap(seams.ROUTING, functools.partial(experts.wrap_routing, plugin))
+    _wrap(seams.ROUTER_FORWARD, of(experts.wrap_router))
+    _wrap(seams.ROUTING, of(experts.wrap_routing))
     _wrap(seams.EXPERT_CHOICE, experts.wrap_choice)
     _wrap(seams.EXPERT_BIAS, experts.wrap_expert_bias)
     _wrap(seams.PERMUTED_ROWS, experts.wrap_permuted_rows)

@@ -44,20 +44,9 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
+from megagraph.megatron import seams
 from megagraph.megatron.grouped_experts import is_grouped
 from megagraph.megatron.scopes.parts import MLP, LayerPart, experts_of, in_mlp, run_mlp
-from megagraph.megatron.seams import (
-    DISPATCH_PREPROCESS,
-    EXPERT_FORWARD,
-    EXPERT_PREPROCESS,
-    MLP_FORWARD,
-    PERMUTATION,
-    ROUTING,
-    Seam,
-    is_replaced,
-    moe_metrics,
-    permutation_sorts,
-)
 
 __all__ = [
     *("EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
@@ -72,7 +61,7 @@ def read_by_routers(layer: Any) -> Sequence[Tensor]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-    return [*moe_metrics().values(), *(() if scale is None else (scale,))]
+    return [*seams.moe_metrics().values(), *(() if scale is None else (scale,))]
 
 
 def make_scale(block: nn.Module) -> None:
@@ -91,15 +80,16 @@ def make_scale(block: nn.Module) -> None:
 @contextlib.contextmanager
 def new_metrics_are_empty() -> Iterator[None]:
     """Around work that is to leave no trace: metrics that come up inside hold zeros afterwards."""
-    before = set(moe_metrics())
+    before = set(seams.moe_metrics())
     try:
         yield
     finally:
-        for name, values in moe_metrics().items():
+        for name, values in seams.moe_metrics().items():
             if name not in before:
                 values.zero_()
 
 
+_NOTHING = contextlib.nullcontext()
 _MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
 
 
@@ -113,17 +103,17 @@ def may_have_unrouted(routing_map: Tensor) -> bool:
     return hasattr(routing_map, _MARK)
 
 
-def _has_experts(layer: nn.Module) -> bool:
-    return experts_of(layer) is not None
-
-
-_WAITS = "its experts wait for the device, and nothing else of it can be graphed"
-EXPERTS = LayerPart(name="experts", is_in=_has_experts, run=run_mlp, check=lambda layer: _WAITS)
+EXPERTS = LayerPart(
+    name="experts",
+    is_in=lambda layer: experts_of(layer) is not None,
+    run=run_mlp,
+    check=lambda layer: "its experts wait for the device, and nothing else of it can be graphed",
+)
 
 
 def has_forced_routing(router: Any) -> bool:
     """Whether somebody may tell a router what to choose, or sees it: a replay, or routing of a host's."""
-    return getattr(router, "router_replay", None) is not None or is_replaced(router, ROUTING)
+    return getattr(router, "router_replay", None) is not None or seams.is_replaced(router, seams.ROUTING)
 
 
 def recomputes(config: Any, module: str) -> bool:
@@ -184,33 +174,19 @@ def _unsupported_whole(layer: Any) -> str | None:
     return None
 
 
-MOE = LayerPart(
-    name="moe",
-    is_in=_has_experts,
-    run=_run_whole,
-    children=MLP.children,
-    routes=True,
-    check=_unsupported_whole,
-)
+MOE = LayerPart(name="moe", run=_run_whole, children=MLP.children, routes=True, check=_unsupported_whole)
 
 
-def _run_experts(
-    layer: Any,
-    routed: tuple[Tensor, Tensor, Tensor],
-    shared: Sequence[Tensor],
-    residual: Tensor,
-    preprocessing: contextlib.AbstractContextManager[None],
+def _run_routed(
+    layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any], preprocessing: Any = _NOTHING
 ) -> Tensor:
-    """All of a layer that comes behind its router; `preprocessing` is around what comes before the dispatch.
-
-    `routed` are normed hidden states, probabilities and the routing map; `shared` is the output of the shared
-    experts, if there are any; `residual` entered the norm.
-    """
+    """All of a layer behind its router; `preprocessing` is around what comes before the dispatch."""
     mixture = layer.mlp
-    mark_unrouted(routed[2])
+    normed, probs, routing_map, *shared, residual = before
+    mark_unrouted(routing_map)
     with _letting_go(mixture):
         with preprocessing:
-            hidden, probs = mixture.preprocess(*routed)
+            hidden, probs = mixture.preprocess(normed, probs, routing_map)
         hidden, probs = mixture.dispatch(hidden, probs)
         hidden, bias = mixture.routed_experts_compute(hidden, probs)
         hidden = mixture.postprocess(mixture.combine(hidden), shared[0] if shared else None)
@@ -218,12 +194,7 @@ def _run_experts(
     return out
 
 
-def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
-    normed, probs, routing_map, *shared, residual = before
-    return _run_experts(layer, (normed, probs, routing_map), shared, residual, contextlib.nullcontext())
-
-
-ROUTED = LayerPart(name="routed experts", is_in=_has_experts, run=in_mlp(_run_routed))
+ROUTED = LayerPart(name="routed experts", run=in_mlp(_run_routed))
 
 
 # Of releases since 0.19: keeps hidden states from the norm of an MLP to its end, to offload them, which is
@@ -256,17 +227,15 @@ def _place_of_shared(layer: Any, place: int) -> Sequence[int]:
     return (place,) if mixture.use_shared_expert and not mixture.shared_expert_overlap else ()
 
 
-def _replaced(*methods: tuple[Any, Seam]) -> str | None:
+def _replaced(*methods: tuple[Any, seams.Seam]) -> str | None:
     """Why a layer's router cannot run alone: one of the methods that have to be run in parts is a host's."""
-    found = next((seam for module, seam in methods if is_replaced(module, seam)), None)
-    if found is None:
-        return None
-    return f"its {found.path} is not Megatron's, so that its router cannot run alone"
+    found = next((seam for module, seam in methods if seams.is_replaced(module, seam)), None)
+    why = "is not Megatron's, so that its router cannot run alone"
+    return None if found is None else f"its {found.path} {why}"
 
 
 ROUTER = LayerPart(
     name="moe_router",
-    is_in=_has_experts,
     run=in_mlp(_run_router),
     children=lambda layer: (
         *("pre_mlp_layernorm", "mlp.router"),
@@ -275,7 +244,7 @@ ROUTER = LayerPart(
     transient=lambda layer: _place_of_shared(layer, 3),
     routes=True,
     check=lambda layer: (
-        _replaced((layer, MLP_FORWARD), (layer.mlp, EXPERT_FORWARD)) or unsupported_routing(layer)
+        _replaced((layer, seams.MLP_FORWARD), (layer.mlp, seams.EXPERT_FORWARD)) or unsupported_routing(layer)
     ),
 )
 
@@ -285,13 +254,9 @@ _ready: contextvars.ContextVar[Sequence[Tensor] | None] = contextvars.ContextVar
 
 
 def take_permuted() -> Sequence[Tensor] | None:
-    """What was permuted already, once, with room for all rows that may be routed; None where nothing was.
-
-    Rows [most, H], their probabilities [most], and places among the rows that came in, int64 [most].
-    """
+    """Rows [most, H], probabilities [most] and places [most] that were permuted already, once; else None."""
     permuted = _ready.get()
-    if permuted is not None:
-        _ready.set(None)
+    _ready.set(None)
     return permuted
 
 
@@ -301,11 +266,10 @@ def _handing_out(permuted: Sequence[Tensor]) -> Iterator[None]:
     token = _ready.set(permuted)
     try:
         yield
-        is_left = _ready.get() is not None
+        if _ready.get() is not None:
+            raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
     finally:
         _ready.reset(token)
-    if is_left:
-        raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
 
 
 def _most_routed(dispatcher: Any, rows: int) -> int:
@@ -323,7 +287,7 @@ def _most_routed(dispatcher: Any, rows: int) -> int:
 def _permute(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Outputs:
     normed, probs, routing_map, *shared, residual = before
     dispatcher = layer.mlp.token_dispatcher
-    permuted = PERMUTATION.function()(
+    permuted = seams.PERMUTATION.function()(
         normed.view(-1, normed.size(-1)),
         routing_map,
         probs=probs,
@@ -347,36 +311,32 @@ def _copied_or_shared(layer: Any) -> Sequence[int]:
 def _permutes_before_dispatch(layer: nn.Module) -> bool:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    mixture = experts_of(layer)
-    return mixture is not None and isinstance(mixture.token_dispatcher, MoEAlltoAllTokenDispatcher)
+    return isinstance(getattr(experts_of(layer), "token_dispatcher", None), MoEAlltoAllTokenDispatcher)
 
 
 _LEAVE_OUT = "leave 'moe_preprocess' out of cuda_graph_modules"
-# (config attribute, value that is fine)
+# Options, off by default.
 _UNSUPPORTED = (
-    ("moe_permute_fusion", False),
-    ("moe_latent_size", None),
-    ("moe_router_padding_for_quantization", False),
-    ("moe_router_padding_for_fp8", False),
+    *("moe_permute_fusion", "moe_latent_size"),
+    *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
 )
 
 
 def _unsupported_preprocess(layer: Any) -> str | None:
     from megatron.core.transformer.identity_op import IdentityOp
 
-    if (why := _replaced((layer.mlp, EXPERT_PREPROCESS))) is not None:
+    if (why := _replaced((layer.mlp, seams.EXPERT_PREPROCESS))) is not None:
         return why
     config, dispatcher = layer.config, layer.mlp.token_dispatcher
-    for attribute, fine in _UNSUPPORTED:
-        value = getattr(config, attribute, fine)
-        if value not in (fine, None):
-            return f"'moe_preprocess' with {attribute}={value!r} is not supported yet; {_LEAVE_OUT}"
-    if not dispatcher.drop_and_pad and not permutation_sorts():
+    for option in _UNSUPPORTED:
+        if value := getattr(config, option, None):
+            return f"'moe_preprocess' with {option}={value!r} is not supported yet; {_LEAVE_OUT}"
+    if not dispatcher.drop_and_pad and not seams.permutation_sorts():
         return f"this release of megatron-core permutes into shapes that only the device knows; {_LEAVE_OUT}"
     if dispatcher.shared_experts is not None and isinstance(layer.pre_mlp_layernorm, IdentityOp):
         # Normed hidden states are the residual then: their gradients would be summed in another order.
         return f"shared experts that overlap without a norm before them are not supported yet; {_LEAVE_OUT}"
-    if is_replaced(dispatcher, DISPATCH_PREPROCESS):
+    if seams.is_replaced(dispatcher, seams.DISPATCH_PREPROCESS):
         return f"its dispatcher's dispatch_preprocess is not Megatron's; {_LEAVE_OUT}"
     return None
 
@@ -395,11 +355,11 @@ def _run_permuted(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, 
     # Where nothing else reads normed hidden states, only their shape is asked for.
     overlaps = layer.mlp.token_dispatcher.shared_experts is not None
     normed = further.pop(0) if overlaps else residual
-    permuted = _handing_out((rows, of_rows, places))
-    return _run_experts(layer, (normed, probs, routing_map), further, residual, permuted)
+    left = (normed, probs, routing_map, *further, residual)
+    return _run_routed(layer, left, arguments, _handing_out((rows, of_rows, places)))
 
 
-PERMUTED = LayerPart(name="permuted experts", is_in=_permutes_before_dispatch, run=in_mlp(_run_permuted))
+PERMUTED = LayerPart(name="permuted experts", run=in_mlp(_run_permuted))
 
 
 def forget_calls(layers: Iterable[nn.Module]) -> None:

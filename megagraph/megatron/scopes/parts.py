@@ -28,7 +28,7 @@ from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import LAYER_FORWARD, called_name, is_replaced, stand_in
 
 __all__ = [
-    *("ATTENTION", "MAMBA", "MLP", "LayerPart", "Run", "experts_of", "given_to_mamba", "in_mlp", "is_mamba"),
+    *("DENSE", "MAMBA", "MLP", "LayerPart", "Run", "experts_of", "given_to_mamba", "in_mlp", "is_mamba"),
     *("run_layer", "run_mlp", "why_not_halved"),
 ]
 
@@ -42,8 +42,9 @@ class LayerPart:
     """One of them, or what stays eager behind one."""
 
     name: str  # Megatron's, as `cuda_graph_modules` takes it; of a part that stays eager, one of ours
-    is_in: Callable[[nn.Module], bool]  # whether a layer has it
     run: Run  # to what it hands on: hidden states, or several tensors if the next part takes them
+    # Whether a layer has it; nobody asks of parts that stand for the experts that a layer has.
+    is_in: Callable[[nn.Module], bool] = lambda layer: True
     # All that run in its graph, by name; some are functions, and no modules.
     children: Callable[[Any], Sequence[str]] = lambda layer: ()
     # Of several tensors those, by index, that the next part alone reads.
@@ -110,7 +111,7 @@ def _run_attention(layer: Any, hidden_states: Tensor, arguments: Mapping[str, An
     return _run_half(layer, hidden_states, arguments, own, _forward_mlp=lambda hidden, *_, **__: hidden)
 
 
-ATTENTION = LayerPart(
+_ATTENTION = LayerPart(
     name="attn",
     is_in=lambda layer: _has(layer, "self_attention"),
     run=_run_attention,
@@ -190,3 +191,4 @@ MAMBA = LayerPart(
     run=run_layer,
     children=lambda layer: ("norm", "mixer", "mamba_bda"),
 )
+DENSE = (_ATTENTION, MLP, MAMBA)

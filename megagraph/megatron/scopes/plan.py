@@ -20,32 +20,13 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
-from megagraph.megatron.scopes.moe import (
-    EXPERTS,
-    MOE,
-    PERMUTED,
-    PREPROCESS,
-    ROUTED,
-    ROUTER,
-    has_grouped,
-    read_by_routers,
-    unsupported_routing,
-)
-from megagraph.megatron.scopes.parts import (
-    ATTENTION,
-    MAMBA,
-    MLP,
-    LayerPart,
-    Run,
-    is_mamba,
-    run_layer,
-    why_not_halved,
-)
+from megagraph.megatron.scopes import moe
+from megagraph.megatron.scopes.parts import DENSE, LayerPart, Run, is_mamba, run_layer, why_not_halved
 from megagraph.megatron.seams import ROUTING
 
 __all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
 
-PARTS: Sequence[LayerPart] = (ATTENTION, MLP, MAMBA, EXPERTS)
+PARTS: Sequence[LayerPart] = (*DENSE, moe.EXPERTS)
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -71,9 +52,13 @@ class LayerStep:
     is_whole: bool  # it is all of the layer
     num_layers: int = 1
 
+    def run_own(self, _layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
+        """Runs it in a block, on its own layer."""
+        return self.run(self.step.module, before, arguments)
+
     def run_eager(self, before: Any, arguments: Mapping[str, Any]) -> Any:
-        """Runs it in a block, on what the step before has handed on for a canonical pack."""
-        return without_history(self.run(self.step.module, before, arguments))
+        """Runs it on what the step before has handed on for a canonical pack."""
+        return without_history(self.run_own(None, before, arguments))
 
 
 class BlockPlan:
@@ -81,20 +66,16 @@ class BlockPlan:
 
     `scopes` are names of parts; none, and all that a layer has, is whole layers. `context` is entered around
     each step of a capture, which runs layers without their block.
-
-    Attributes:
-        steps: of all layers.
-        mamba_layers: which layers, by their place, take and return what Mamba's do.
-        refused: sites that stay eager for what their layer is, or is not to be split into, by index: why.
-        notes: what stays eager of layers that are graphed for the rest, in words.
     """
 
     def __init__(self, layers: Sequence[nn.Module], scopes: Collection[str], context: Context) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._context = context
+        # Which layers, by their place, take and return what Mamba's do.
         self.mamba_layers = frozenset(index for index, layer in enumerate(layers) if is_mamba(layer))
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # what stays eager of layers that are graphed for the rest
         self.steps: list[LayerStep] = []
+        # Sites that stay eager for what their layer is, or is not to be split into, by index.
         self.refused: dict[int, Why] = {}
         # By layer: what of it is graphed, and whether the rest is run apart.
         self._graphed: dict[int, tuple[Sequence[LayerPart], bool]] = {}
@@ -127,10 +108,7 @@ class BlockPlan:
         return [step for step in self.steps if step.layer <= layer < step.layer + step.num_layers]
 
     def walk(self, eager_sites: Collection[int]) -> list[LayerStep]:
-        """The steps of all layers, where a layer whose site has no graph is one step: its own call.
-
-        A hook of the layer may be the reason.
-        """
+        """The steps of all layers; one whose site has no graph, for a hook, say, is one step: its call."""
         found = []
         for _layer, neighbours in itertools.groupby(self.steps, key=lambda step: step.layer):
             steps = [*neighbours]
@@ -166,10 +144,7 @@ class BlockPlan:
         return [module for layer in self.layers() for module in layer.modules() if id(module) not in in_sites]
 
     def joined(self, borders: Collection[int], alone: Collection[int]) -> "BlockPlan":
-        """The plan in which neighbouring whole layers are one site; another one begins with each border.
-
-        Sites that are to be `alone` stay as they are.
-        """
+        """The plan with neighbouring whole layers as one site from border to border, but those `alone`."""
         groups: list[list[LayerStep]] = []
         may_follow = False
         for step in self.steps:
@@ -190,10 +165,10 @@ class BlockPlan:
 
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
         parts = [part for part in PARTS if part.is_in(layer)]
-        if EXPERTS in parts:  # as the last one
+        if moe.EXPERTS in parts:  # as the last one
             parts[-1:] = self._parts_of_experts(index, layer, scopes, parts[:-1])
         graphed = [part for part in parts if not scopes or part.name in scopes]
-        is_padded = MOE in parts and not has_grouped(layer)  # whose call keeps tensors
+        is_padded = moe.MOE in parts and not moe.has_grouped(layer)  # whose call keeps tensors
         is_split = bool(scopes) and (len(graphed) < len(parts) or is_padded)
         if scopes and not graphed:
             self._append(index, layer, is_site=False)
@@ -214,21 +189,23 @@ class BlockPlan:
 
         Attention before it is graphed all the same; where there is none, the whole layer has to stay eager.
         """
-        parts: Sequence[LayerPart] = ROUTER, ROUTED
-        if MOE.name in scopes or (has_grouped(layer) and ROUTER.name not in scopes):
-            parts = (MOE,)
-        elif ROUTER.name not in scopes:
-            return (EXPERTS,)
-        elif PREPROCESS.name in scopes and PREPROCESS.is_in(layer):
+        parts: Sequence[LayerPart] = moe.ROUTER, moe.ROUTED
+        if moe.MOE.name in scopes or (moe.has_grouped(layer) and moe.ROUTER.name not in scopes):
+            parts = (moe.MOE,)
+        elif moe.ROUTER.name not in scopes:
+            return (moe.EXPERTS,)
+        elif moe.PREPROCESS.name in scopes and moe.PREPROCESS.is_in(layer):
             # Other dispatchers have nothing to do before they dispatch.
-            parts = ROUTER, PREPROCESS, PERMUTED
+            parts = moe.ROUTER, moe.PREPROCESS, moe.PERMUTED
         named = [part.name for part in parts if part.name in scopes]
-        why = unsupported_routing(layer) if named and any(part.name in scopes for part in before) else None
+        why = (
+            moe.unsupported_routing(layer) if named and any(part.name in scopes for part in before) else None
+        )
         if why is None:
             return parts
         reason = EagerReason.SCOPE_UNSUPPORTED.name
         self.notes.append(f"layer {index} ({type(layer).__name__}): {named[0]} stays eager ({reason}): {why}")
-        return (EXPERTS,)
+        return (moe.EXPERTS,)
 
     def _keep_whole(self, index: int, layer: nn.Module, why: str) -> None:
         """Adds a layer as a site that never has graphs."""
@@ -246,7 +223,7 @@ class BlockPlan:
         if is_site:
             modules = dict(layer.named_modules(remove_duplicate=False))
             children = [child for part in parts for child in part.children(layer) if child in modules]
-            routes = any(part.routes for part in parts) if parts else has_grouped(layer)
+            routes = any(part.routes for part in parts) if parts else moe.has_grouped(layer)
             step = SiteSpec(
                 name=name,
                 module=layer,
@@ -254,7 +231,7 @@ class BlockPlan:
                 parts=children,
                 bypassed=sorted({child.rpartition(".")[0] for child in children} - {""}),
                 transient=parts[-1].transient(layer) if parts else (),
-                **({"state": read_by_routers} if routes else {}),
+                **({"state": moe.read_by_routers} if routes else {}),
             )
         else:
             step = EagerPart(name=name, module=layer, forward=self._alone(run))
@@ -278,28 +255,22 @@ def _joined(steps: Sequence[LayerStep]) -> LayerStep:
     if len(steps) == 1:
         return steps[0]
 
-    def run(_layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
-        for step in steps:
-            before = step.run(step.step.module, before, arguments)
-        out: Outputs = before
-        return out
-
     sites = [step.step for step in steps if isinstance(step.step, SiteSpec)]
     first, last = steps[0].layer, steps[-1].layer
     site = JoinedSites(name=f"layers {first} to {last}", sites=sites)
+    run = _in_turn([step.run_own for step in steps])
     return dataclasses.replace(steps[0], step=site, run=run, num_layers=last - first + 1)
 
 
 def _in_turn(runs: Sequence[Run]) -> Run:
-    """Runs some parts, each on what the one before hands on."""
+    """Runs some parts or layers, each on what the one before hands on."""
     if len(runs) == 1:
         return runs[0]
 
-    def run(layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
+    def run(layer: Any, before: Outputs, arguments: Mapping[str, Any]) -> Outputs:
         for each in runs:
             before = each(layer, before, arguments)
-        out: Outputs = before
-        return out
+        return before
 
     return run
 

@@ -16,7 +16,7 @@ from torch import nn
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.scopes.moe import EXPERTS, ROUTER, has_grouped, recomputes
-from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP
+from megagraph.megatron.scopes.parts import DENSE, MLP
 from megagraph.megatron.seams import replaced_choice
 
 __all__ = ["broken_rule", "legal_scopes"]
@@ -29,10 +29,7 @@ Broken = Iterator[tuple[str, str]]
 
 
 def broken_rule(config: Any, scopes: Collection[str], layers: Sequence[nn.Module]) -> Why | None:
-    """What calls count as by the first rule that is broken, and its sentence; None for none.
-
-    Asks a model's config and layers. No scopes are whole layers.
-    """
+    """What calls count as by the first rule that is broken, and its sentence. No scopes are whole layers."""
     broken = (rules(config, scopes, layers) for rules in (_of_scopes, _of_recomputing, _of_ours))
     for name, why in itertools.chain.from_iterable(broken):
         reason = EagerReason.RECOMPUTING if name == "R14" else EagerReason.SCOPE_UNSUPPORTED
@@ -46,7 +43,7 @@ def legal_scopes(config: Any, layers: Sequence[nn.Module]) -> Sequence[str]:
     Then it is all but these, as far as that is legal.
     """
     waiting = [layer for layer in layers if EXPERTS.is_in(layer) and not has_grouped(layer)]
-    named = [part.name for part in (ATTENTION, MLP, MAMBA) if any(map(part.is_in, layers))]
+    named = [part.name for part in DENSE if any(map(part.is_in, layers))]
     may_route = all(ROUTER.check(layer) is None for layer in waiting)
     for scopes in ([*named, ROUTER.name], named) if may_route else (named,):
         if waiting and scopes and broken_rule(config, scopes, layers) is None:
@@ -61,8 +58,7 @@ def _of_scopes(config: Any, scopes: Collection[str], layers: Sequence[nn.Module]
     drops = has_experts and config.moe_expert_capacity_factor is not None
     pads = drops and config.moe_pad_expert_input_to_capacity  # each gets as many rows in each micro-batch
     if "moe" in scopes and "moe_router" in scopes:
-        why = "names 'moe', and 'moe_router', which is a part of it; leave one of them out"
-        yield "R7", f"{_NAMED} {why}"
+        yield "R7", f"{_NAMED} names 'moe', and 'moe_router', which is a part of it; leave one of them out"
     if "moe_preprocess" in scopes and "moe_router" not in scopes:
         why = "names 'moe_preprocess' without 'moe_router', on which it goes on; add 'moe_router'"
         yield "R8", f"{_NAMED} {why}"
