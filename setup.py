@@ -50,25 +50,35 @@ BANK = [
     "staging/grid_tables",
     "staging/metadata",
     "staging/staging",
+    "verify/comparison",
+    "verify/kept_state",
     "verify/runs",
 ]
 SEAM = ["accumulator_hooks", "accumulators", "aliases", "numerics"]
 PYTHON = [
+    "argument_values",
     "bind_capture",
     "bind_dispatch",
     "bind_packs",
     "bind_replay",
+    "bind_verify",
     "bind_watch",
     "canonical_packs",
+    "constants",
     "dispatcher",
     "micro_batch",
     "module_calls",
     "module",
+    "pack_dealing",
     "pack_reader",
     "rank_places",
     "site_object",
+    "variant_layout",
 ]
-WATCH = ["dict_events", "module_watch", "serials", "state_items", "state_watch", "values"]
+WATCH = [
+    *("dict_events", "module_watch", "plain_attributes", "serials"),
+    *("state_items", "state_watch", "values"),
+]
 DECIDE = [
     "dispatch",
     "document_costs",

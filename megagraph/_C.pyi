@@ -2,8 +2,8 @@
 """The C++ core. Also registers torch.ops.megagraph."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any, ClassVar, final, overload
 
 import torch
 from torch import Tensor
@@ -273,6 +273,17 @@ class CaptureEdges(metaclass=_pybind11_type):
         self, site: int, *, forward: Executable, backward: Executable | None, accumulated: Sequence[Tensor]
     ) -> SiteGraph: ...
 
+def tensors_in(arguments: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor of a call's arguments, also those inside containers and plain objects."""
+
+def computed_argument(
+    arguments: Mapping[str, Any], others: Mapping[str, Any], buffers: Sequence[Tensor]
+) -> str | None:
+    """Where the first one is that was computed from the content of a buffer.
+
+    Each of the rest lies in a buffer or is the same in `others`, made while these held something else.
+    """
+
 class OpTrace(metaclass=_pybind11_type):
     """Remembers which op started last, while it lives."""
 
@@ -370,6 +381,11 @@ class PackShape(metaclass=_pybind11_type):
     def __eq__(self, other: object, /) -> bool: ...
     def __lt__(self, other: PackShape, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+def needs_of(observed: Sequence[PackShape], extra_seqs: int = 0) -> list[int]:
+    """What packs need, as csrc/decide/dispatch.h has it: tokens, usual documents, most documents."""
+
+def capacities_for(needs: Sequence[int], extra_seqs: int = 0, cp_size: int = 1) -> list[Capacity]: ...
 
 class StageSchedule(metaclass=_pybind11_type):
     """What Megatron's schedules make of one stage of a pipeline (csrc/decide/stage_schedule.h).
@@ -569,6 +585,27 @@ def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedu
             documents than packs that have to be filled, or no schedule was found.
     """
 
+def share(tensor: Tensor, rows: int, size: int, place: int) -> Tensor:
+    """The rows [rows, ...] of a document [L, ...] that a rank holds; zeros past the document's end.
+
+    The rank is in some `place` of a group of `size`. If that is not 1, each has an even number of rows.
+    """
+
+class PackDealing(metaclass=_pybind11_type):
+    """csrc/python/pack_dealing.h."""
+
+    def __init__(
+        self, schedule: PackSchedule, limits: ScheduleLimits, lengths: Sequence[Sequence[int]], rank: int
+    ) -> None: ...
+    def outgoing(
+        self, documents: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype], device: torch.device
+    ) -> Tensor: ...
+    @property
+    def sent_rows(self) -> list[int]: ...
+    @property
+    def taken_rows(self) -> list[int]: ...
+    def packs(self, taken: Tensor, types: Sequence[torch.dtype]) -> list[list[Tensor]]: ...
+
 class States(metaclass=_pybind11_type):
     """csrc/decide/states.h."""
 
@@ -642,15 +679,50 @@ class RankPlaces(metaclass=_pybind11_type):
     def show(self, group: Any, size: int, times: float, *, leaves_metrics: bool) -> ShownRanks: ...
 
 def require_rows(rows: int, tokens: int, reason: EagerReason) -> None: ...
+def as_pack(params: Any, ids: Any, hidden_states: Any) -> Any: ...
+
+class VariantLayout(metaclass=_pybind11_type):
+    """csrc/python/variant_layout.h."""
+
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # CanonicalPacks makes it
+    @property
+    def metadata(self) -> list[tuple[str, MetadataSpec]]: ...
+    @property
+    def is_whole(self) -> bool: ...
+    @property
+    def end_source(self) -> int: ...
+    @property
+    def end_buffer(self) -> str | None: ...
 
 class CanonicalPacks(metaclass=_pybind11_type):
     """csrc/python/canonical_packs.h."""
 
     def __init__(self, key: VariantKey, extra_seqs: int) -> None: ...
     def added_offsets(self) -> dict[str, int | None]: ...
+    def layout(
+        self,
+        *,
+        rows: int,
+        valid_tokens: Tensor,
+        freqs: Tensor | tuple[Tensor, ...] | None,
+        masks_tail: bool,
+    ) -> VariantLayout: ...
     def make(
         self, params_type: Any, actual: Tensor, padded: Tensor | None = None, seq_idx: Tensor | None = None
     ) -> Any: ...
+
+class Constants(metaclass=_pybind11_type):
+    """csrc/python/constants.h."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None: ...
+    @property
+    def values(self) -> dict[str, Any]: ...
+    def set(self, name: str, value: Any) -> None: ...
+    def are(self, arguments: Mapping[str, Any]) -> bool: ...
+    def hold(self, arguments: Mapping[str, Any]) -> bool: ...
+    def is_equal(self, name: str, value: Any) -> bool: ...
+
+def are_equal(one: Any, other: Any) -> bool: ...
 
 class MicroBatch(metaclass=_pybind11_type):
     """csrc/python/micro_batch.h."""
@@ -811,8 +883,84 @@ class RunRange(metaclass=_pybind11_type):
     def misfit(self, other: Tensor) -> tuple[float, float] | None:
         """How far a run is off that is not like these, and how far these are apart where it is; else None."""
 
+class Difference(metaclass=_pybind11_type):
+    """A tensor of a site that its graph and its module make differently; csrc/bank/verify/comparison.h."""
+
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # a Comparison makes it
+    @property
+    def index(self) -> int:
+        """Of the site."""
+
+    @property
+    def tensor(self) -> str:
+        """What differs, in words."""
+
+    @property
+    def off(self) -> float:
+        """By how much the graph misses the module, at most."""
+
+    @property
+    def spread(self) -> float:
+        """How far runs of the module are apart, at most, where it does."""
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """Of which slot and site, which tensor."""
+
+    def may_be_chance(self, times: int) -> bool: ...
+
+class Comparison(metaclass=_pybind11_type):
+    """What a graph has made, beside runs of its module; csrc/bank/verify/comparison.h."""
+
+    def __init__(self, graph: Mapping[str, Tensor], module: Mapping[str, Tensor]) -> None: ...
+    def add(self, module: Mapping[str, Tensor]) -> None: ...
+    def is_open(self) -> bool:
+        """Whether a further run of the module may excuse the graph."""
+
+    def lies_within(self) -> bool:
+        """Whether runs of the module differ in some tensor as the graph does."""
+
+    def differences(self, slot: int, index: int) -> list[Difference]: ...
+
+class KeptState(metaclass=_pybind11_type):
+    """What calls of sites, by index, write beside gradients; csrc/bank/verify/kept_state.h.
+
+    Of that, what can be written in place; `further` is put back at the end only.
+    """
+
+    def __init__(self, of_sites: Sequence[Mapping[str, Tensor]], further: Sequence[Tensor] = ()) -> None: ...
+    def found(self, site: int) -> dict[str, Tensor]:
+        """What is there of a site, by what it is in words; in no memory of its own."""
+
+    def now(self, site: int) -> dict[str, Tensor]:
+        """What is there of a site: copies of what differs from before, and else what was there then."""
+
+    @overload
+    def put(self, site: int) -> None: ...
+    @overload
+    def put(self, site: int, contents: Mapping[str, Tensor]) -> None: ...
+    def put_all_back(self) -> None: ...
+
+def plain_tensors(modules: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, Tensor]:
+    """What modules, by name, keep in plain attributes, each once; not their parameters and buffers."""
+
+class PlainAttributes(metaclass=_pybind11_type):
+    """What the attributes of some modules, by what they are called, hold; csrc/watch/plain_attributes.h."""
+
+    def __init__(
+        self, modules: Sequence[tuple[str, torch.nn.Module]], left_out: Collection[str] = ()
+    ) -> None: ...
+    def put_back(self, *, leaves_values: bool = False) -> str | None:
+        """Gives every attribute what it had; says what has happened to the first one that is not left out.
+
+        `leaves_values`: but for those that are not left out either and hold no tensors.
+        """
+
 def make_host_executable(body: Callable[[], None]) -> Executable: ...
 def count_accumulator_hooks(param: Tensor) -> int: ...
+def foreign_hook(module: torch.nn.Module | None, is_expected_hook: Callable[[Any], bool]) -> Any:
+    """The first hook of a module, or of all modules for None, that nobody answers for; else None."""
+
 def numeric_settings(device: torch.device) -> int: ...
 def take_note(device_index: int, pool: tuple[int, int]) -> PoolNote: ...
 def taken_bytes(pool: tuple[int, int]) -> int: ...

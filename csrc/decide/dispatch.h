@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Picks the capacity for a pack, from plain numbers alone: ranks that see the same pack decide
-// alike, since nothing else enters.
+// Picks the capacity for a pack, and learns capacities from packs of a warm-up, from plain numbers
+// alone: ranks that see the same packs decide alike, since nothing else enters.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -53,5 +54,18 @@ struct Decision {
 // shortest longest one. If none does, the reason is the first dimension in which it exceeds every
 // capacity that held the ones before it.
 Decision decide(const PackShape& shape, const std::vector<Capacity>& capacities);
+
+// What packs need: the tokens of the largest one; documents, rounded up to a power of two, that
+// most have room in; and that all have room in, likewise. Where ranks have seen different packs,
+// the largest of each number serves all.
+using Needs = std::array<int64_t, 3>;
+
+// Less the documents that the tail's convention adds to each pack; zeros for none.
+Needs needs_of(const std::vector<PackShape>& observed, int64_t extra_seqs);
+
+// Capacities that would have held every observed pack: one for most packs, one for the rest. The
+// longest document is taken to be as long as a pack, which `cp_size` ranks share: a later one may
+// be.
+std::vector<Capacity> capacities_for(const Needs& needs, int64_t extra_seqs, int64_t cp_size);
 
 }  // namespace megagraph

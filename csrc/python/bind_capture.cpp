@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Captures, what is swapped and watched meanwhile, and how their bits are compared.
+// Captures, and what is swapped and watched meanwhile.
 
 #include <map>
 #include <set>
@@ -11,7 +11,7 @@
 #include "csrc/bank/capture/main_grad_node.h"
 #include "csrc/bank/capture/op_trace.h"
 #include "csrc/bank/capture/read_trace.h"
-#include "csrc/bank/verify/runs.h"
+#include "csrc/python/argument_values.h"
 #include "csrc/python/bindings.h"
 #include "csrc/torch/graph_pool.h"
 #include "csrc/torch/pool_loan.h"
@@ -85,27 +85,6 @@ void bind_edges(py::module_& m) {
           },
           py::arg("site"), py::kw_only(), py::arg("forward"), py::arg("backward"),
           py::arg("accumulated"));
-}
-
-void bind_runs(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> no_gil;
-  m.def("has_bits", &has_bits, py::arg("tensor"), no_gil);
-  m.def("have_same_bits", &have_same_bits, py::arg("one"), py::arg("other"), no_gil);
-  m.def("distance", &distance, py::arg("one"), py::arg("other"), no_gil);
-  py::class_<RunRange>(m, "RunRange")
-      .def(py::init<const at::Tensor&>(), py::arg("first"), no_gil)
-      .def("add", &RunRange::add, py::arg("run"), no_gil)
-      .def_property_readonly("is_noisy", &RunRange::is_noisy)
-      .def_property_readonly("spread", py::cpp_function(&RunRange::spread, no_gil))
-      .def("differs_as_rounded", &RunRange::differs_as_rounded, py::arg("other"), no_gil)
-      .def(
-          "misfit",
-          [](const RunRange& runs, const at::Tensor& other) {
-            std::optional<std::pair<double, double>> found;
-            if (const auto misfit = runs.misfit(other)) found.emplace(misfit->off, misfit->spread);
-            return found;
-          },
-          py::arg("other"), no_gil);
 }
 
 #ifdef MEGAGRAPH_WITH_CUDA
@@ -206,7 +185,9 @@ void bind_capture(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("last_op", &OpTrace::last_op);
   bind_edges(m);
-  bind_runs(m);
+  m.def("tensors_in", &tensors_in, py::arg("arguments"));
+  m.def("computed_argument", &computed_argument, py::arg("arguments"), py::arg("others"),
+        py::arg("buffers"));
 #ifdef MEGAGRAPH_WITH_CUDA
   m.attr("WITH_CUDA") = true;
   bind_cuda(m);

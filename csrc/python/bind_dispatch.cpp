@@ -2,11 +2,13 @@
 // What decides on micro-batches: megagraph/_C.pyi is its manual.
 #include "csrc/python/bindings.h"
 #include "csrc/python/canonical_packs.h"
+#include "csrc/python/constants.h"
 #include "csrc/python/dispatcher.h"
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/micro_batch.h"
 #include "csrc/python/module_calls.h"
 #include "csrc/python/rank_places.h"
+#include "csrc/python/variant_layout.h"
 #include "csrc/torch/skipping.h"
 
 namespace py = pybind11;
@@ -93,9 +95,38 @@ void bind_dispatch(py::module_& m) {
       .def("show", &RankPlaces::show, py::arg("group"), py::arg("size"), py::arg("times"),
            py::kw_only(), py::arg("leaves_metrics"));
   m.def("require_rows", &require_rows, py::arg("rows"), py::arg("tokens"), py::arg("reason"));
+  m.def("as_pack", &as_pack, py::arg("params"), py::arg("ids"), py::arg("hidden_states"));
+  m.def("are_equal", &are_equal, py::arg("one"), py::arg("other"));
+  py::class_<Constants>(m, "Constants")
+      .def(py::init([](const py::dict& given) {
+             py::dict values;
+             for (const auto& [name, value] : given) {
+               if (!value.is_none()) values[name] = value;
+             }
+             return std::make_unique<Constants>(std::move(values));
+           }),
+           py::arg("given"))
+      .def_property_readonly("values", &Constants::values)
+      .def("set", &Constants::set, py::arg("name"), py::arg("value"))
+      .def("are", &Constants::are, py::arg("arguments"))
+      .def("hold", &Constants::hold, py::arg("arguments"))
+      .def("is_equal", &Constants::is_equal, py::arg("name"), py::arg("value"));
+  py::class_<VariantLayout>(m, "VariantLayout")
+      .def_readonly("metadata", &VariantLayout::metadata)
+      .def_readonly("is_whole", &VariantLayout::is_whole)
+      .def_readonly("end_source", &VariantLayout::end_source)
+      .def_readonly("end_buffer", &VariantLayout::end_buffer);
   py::class_<CanonicalPacks, std::shared_ptr<CanonicalPacks>>(m, "CanonicalPacks")
       .def(py::init<VariantKey, int64_t>(), py::arg("key"), py::arg("extra_seqs"))
       .def("added_offsets", &CanonicalPacks::added_offsets)
+      .def(
+          "layout",
+          [](const CanonicalPacks& packs, int64_t rows, const at::Tensor& valid_tokens,
+             const py::object& freqs, bool masks_tail) {
+            return VariantLayout(packs, rows, valid_tokens, freqs_in(freqs), masks_tail);
+          },
+          py::kw_only(), py::arg("rows"), py::arg("valid_tokens"), py::arg("freqs"),
+          py::arg("masks_tail"))
       .def("make", &CanonicalPacks::make, py::arg("params_type"), py::arg("actual"),
            py::arg("padded") = py::none(), py::arg("seq_idx") = py::none());
   py::class_<MicroBatch>(m, "MicroBatch", py::custom_type_setup(&let_collect))

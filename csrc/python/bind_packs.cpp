@@ -4,6 +4,7 @@
 #include "csrc/decide/stage_schedule.h"
 #include "csrc/python/bindings.h"
 #include "csrc/python/eager_reasons.h"
+#include "csrc/python/pack_dealing.h"
 #include "csrc/python/pack_reader.h"
 #include "csrc/watch/hash.h"
 
@@ -123,6 +124,9 @@ void bind_packs(py::module_& m) {
                   py::arg("cp_size") = 1)
       .def("exceeds", &PackShape::exceeds, py::arg("capacity"));
   like_values(shape, {"tokens", "num_seqs", "max_seqlen", "cp_size"});
+  m.def("needs_of", &needs_of, py::arg("observed"), py::arg("extra_seqs") = 0);
+  m.def("capacities_for", &capacities_for, py::arg("needs"), py::arg("extra_seqs") = 0,
+        py::arg("cp_size") = 1);
   py::class_<PackForm> form(m, "PackForm");
   form.def(py::init([](bool has_padded, bool is_aliased, std::optional<bool> pad_between_seqs,
                        bool has_seq_idx) {
@@ -219,6 +223,16 @@ void bind_packs(py::module_& m) {
   with_values(limits, {"ranks", "cp_sizes", "max_seqlen_per_dp_cp_rank", "max_packed_seqs",
                        "alignment", "attention_parity", "exchange", "micro_batch_multiple"});
   m.def("schedule_packs", &schedule_packs, py::arg("lengths"), py::arg("limits"));
+  m.def("share", &share, py::arg("tensor"), py::arg("rows"), py::arg("size"), py::arg("place"));
+  py::class_<PackDealing>(m, "PackDealing")
+      .def(py::init<PackSchedule, ScheduleLimits, const std::vector<std::vector<int64_t>>&,
+                    int64_t>(),
+           py::arg("schedule"), py::arg("limits"), py::arg("lengths"), py::arg("rank"))
+      .def("outgoing", &PackDealing::outgoing, py::arg("documents"), py::arg("types"),
+           py::arg("device"))
+      .def_property_readonly("sent_rows", &PackDealing::sent_rows)
+      .def_property_readonly("taken_rows", &PackDealing::taken_rows)
+      .def("packs", &PackDealing::packs, py::arg("taken"), py::arg("types"));
 }
 
 }  // namespace megagraph

@@ -3,6 +3,7 @@
 #include "csrc/python/bindings.h"
 #include "csrc/python/eager_reasons.h"
 #include "csrc/watch/module_watch.h"
+#include "csrc/watch/state_items.h"
 #include "csrc/watch/state_watch.h"
 #include "csrc/torch/accumulator_hooks.h"
 #include "csrc/torch/numerics.h"
@@ -13,6 +14,7 @@ namespace megagraph {
 
 void bind_watch(py::module_& m) {
   m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
+  m.def("foreign_hook", &foreign_hook, py::arg("module"), py::arg("is_expected_hook"));
   m.def(
       "numeric_settings",
       [](const at::Device& device) { return NumericSettings::current(device.type()).hash(); },

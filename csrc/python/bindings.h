@@ -33,6 +33,7 @@ void bind_capture(pybind11::module_& m);
 void bind_dispatch(pybind11::module_& m);
 void bind_packs(pybind11::module_& m);
 void bind_replay(pybind11::module_& m);
+void bind_verify(pybind11::module_& m);
 void bind_watch(pybind11::module_& m);
 
 }  // namespace megagraph

@@ -31,6 +31,22 @@ const Names& names() {
   return known;
 }
 
+py::object called_with(const py::object& type, const py::dict& fields) {
+  PyObject* called = PyObject_Call(type.ptr(), py::tuple().ptr(), fields.ptr());
+  if (called == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(called);
+}
+
+// What others have set on a pack, beside what its class has.
+void hand_on_attributes(const py::object& given, const py::object& made) {
+  const auto before = attributes_of(given.ptr()).cast<py::dict>();
+  const auto own = attributes_of(made.ptr()).cast<py::dict>();
+  if (before.size() <= own.size()) return;
+  for (const auto& [name, value] : before) {
+    if (!own.contains(name)) own[name] = value;
+  }
+}
+
 py::object copy_of(const py::object& params) {
   return py::module_::import("copy").attr("copy")(params);
 }
@@ -90,6 +106,37 @@ py::object with_tail_as_document(const py::object& params, int64_t rows) {
   return longer;
 }
 
+py::object as_pack(const py::object& params, const py::object& ids,
+                   const py::object& hidden_states) {
+  if (params.is_none()) return params;
+  const py::object format = params.attr("qkv_format");
+  if (!format.equal(py::str("sbhd")) ||
+      py::getattr(params, "local_cp_size", py::none()).is_none()) {
+    return params;
+  }
+  const py::object offsets = py::getattr(params, names().actual_q);
+  const bool has_ids = hidden_states.is_none();
+  const auto batch = tensor_of((has_ids ? ids : hidden_states).ptr()).size(has_ids ? 0 : 1);
+  const int64_t count = offsets.is_none() ? 0 : tensor_of(offsets.ptr()).numel();
+  if (batch != 1 || count != 2) {
+    throw py::value_error(
+        "cp_sizes: expected a pack (thd), or one document (sbhd, a batch of 1, two cu_seqlens), "
+        "got sbhd, a batch of " +
+        std::to_string(batch) + ", " + std::to_string(count) + " cu_seqlens");
+  }
+  py::dict fields;
+  fields["qkv_format"] = "thd";
+  fields[names().actual_q] = py::cast(tensor_of(offsets.ptr()).to(at::kInt));
+  fields[names().actual_kv] = fields[names().actual_q];
+  // What a pack of one document says as that does.
+  for (const char* name : {"max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group"}) {
+    fields[name] = params.attr(name);
+  }
+  py::object pack = called_with(py::type::of(params), fields);
+  hand_on_attributes(params, pack);
+  return pack;
+}
+
 CanonicalPacks::CanonicalPacks(VariantKey key, int64_t extra_seqs)
     : key_(key), extra_seqs_(extra_seqs), python_key_(py::cast(key_)) {}
 
@@ -133,9 +180,7 @@ py::object CanonicalPacks::make(const py::object& params_type, const py::object&
   fields[names().actual_kv] = actual;
   fields[names().padded_q] = physical;
   fields[names().padded_kv] = physical;
-  PyObject* called = PyObject_Call(params_type.ptr(), py::tuple().ptr(), fields.ptr());
-  if (called == nullptr) throw py::error_already_set();
-  py::object made = py::reinterpret_steal<py::object>(called);
+  py::object made = called_with(params_type, fields);
   if (key_.form.has_seq_idx) {  // which its constructor would wait for the device to make
     py::setattr(made, names().seq_idx, seq_idx);
     py::setattr(made, names().tokens, py::int_(key_.capacity.value().tokens));
@@ -146,13 +191,7 @@ py::object CanonicalPacks::make(const py::object& params_type, const py::object&
 py::object CanonicalPacks::make_like(const py::object& given, const py::object& actual,
                                      const py::object& padded, const py::object& seq_idx) {
   py::object made = make(py::type::of(given), actual, padded, seq_idx);
-  const auto before = attributes_of(given.ptr()).cast<py::dict>();
-  const auto own = attributes_of(made.ptr()).cast<py::dict>();
-  if (before.size() > own.size()) {
-    for (const auto& [name, value] : before) {
-      if (!own.contains(name)) own[name] = value;
-    }
-  }
+  hand_on_attributes(given, made);
   return made;
 }
 

@@ -29,6 +29,14 @@ bool is_by_token(const pybind11::handle& offsets);
 pybind11::object with_canonical_mark(const pybind11::object& params, bool by_token);
 // The pack without the ranks that it names.
 pybind11::object without_ranks(const pybind11::object& params);
+// A document that names its ranks, as a pack of one; packs, and what names no ranks, as they are.
+// Megatron's hybrid context parallelism gives one document at a time in 0.16: in the format of
+// unpacked batches, with its length and the ranks that share it. They share its rows as those of a
+// pack's documents, so that it is a pack of one, which layers that know packs alone can run, and
+// graphs. `ids` are the model's tokens [B, T], not read where it takes `hidden_states` [T, B, H].
+// Throws ValueError where it is not one document.
+pybind11::object as_pack(const pybind11::object& params, const pybind11::object& ids,
+                         const pybind11::object& hidden_states);
 
 // A canonical pack of `rows`, of all ranks together, with one more document: of the rows past its
 // end, and of no valid token.

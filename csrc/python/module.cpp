@@ -20,6 +20,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   megagraph::bind_capture(m);
   megagraph::bind_packs(m);
   megagraph::bind_replay(m);
+  megagraph::bind_verify(m);
   megagraph::bind_watch(m);
   megagraph::bind_dispatch(m);  // of the classes before
 }

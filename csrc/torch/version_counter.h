@@ -4,12 +4,22 @@
 // No release from 2.11 to 2.15 differs.
 #pragma once
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace megagraph {
 
 // Saved versions of `t` are stale from here on.
 inline void note_write(const at::Tensor& t) { torch::autograd::impl::bump_version(t); }
+
+// Copies without a new version: whoever has saved `to` finds other content, and raises no error.
+inline void copy_unnoticed(const at::Tensor& to, const at::Tensor& from) {
+  const at::NoGradGuard no_grad;
+  const auto version = to._version();
+  to.copy_(from);
+  c10::VariableVersion counter = torch::autograd::impl::version_counter(to);
+  counter.set_version(version);
+}
 
 // Whether a tensor was written in place since this was made. Keeps neither tensor nor memory alive.
 class WriteWatch {

@@ -79,17 +79,22 @@ void append_attributes(StateItems& items, PyObject* attributes, const StateRules
   }
 }
 
+// Those that nobody answers for. Of a copy: the question runs Python.
+std::vector<py::object> foreign_hooks(PyObject* table, const py::object& is_expected_hook) {
+  std::vector<py::object> found;
+  if (table == nullptr || PyDict_Size(table) == 0) return found;
+  for (const auto& [key, hook] : py::reinterpret_steal<py::dict>(PyDict_Copy(table))) {
+    const bool is_expected = is_expected_hook(hook).cast<bool>();
+    if (!is_expected) found.push_back(py::reinterpret_borrow<py::object>(hook));
+  }
+  return found;
+}
+
 void append_hooks(StateItems& items, const py::str& name, PyObject* table,
                   const StateRules& rules) {
-  if (table == nullptr || PyDict_Size(table) == 0) return;
   Hash hash;
-  PyObject *key = nullptr, *hook = nullptr;
-  Py_ssize_t place = 0;
-  // Of a copy: the question runs Python.
-  const auto copy = py::reinterpret_steal<py::dict>(PyDict_Copy(table));
-  while (PyDict_Next(copy.ptr(), &place, &key, &hook)) {
-    const bool is_expected = rules.is_expected_hook(py::handle(hook)).cast<bool>();
-    if (!is_expected) hash.mix(serial_of(hook));
+  for (const py::object& hook : foreign_hooks(table, rules.is_expected_hook)) {
+    hash.mix(serial_of(hook.ptr()));
   }
   if (hash.value() != 0) items.push_back({name.ptr(), nullptr, hash.value()});
 }
@@ -174,6 +179,23 @@ const std::array<py::str, 4>& hook_tables() {
       *new std::array<py::str, 4>{interned("_forward_hooks"), interned("_forward_pre_hooks"),
                                   interned("_backward_hooks"), interned("_backward_pre_hooks")};
   return names;
+}
+
+py::object foreign_hook(const py::object& module, const py::object& is_expected_hook) {
+  std::vector<PyObject*> tables;
+  if (module.is_none()) {
+    tables = global_hook_tables();
+  } else {
+    const py::object attributes = attributes_of(module.ptr());
+    for (const py::str& name : hook_tables()) {
+      tables.push_back(dict_or_null(entry(attributes.ptr(), name)));
+    }
+  }
+  for (PyObject* const table : tables) {
+    const auto found = foreign_hooks(table, is_expected_hook);
+    if (!found.empty()) return found.front();
+  }
+  return py::none();
 }
 
 std::vector<PyObject*> tables_of_module(PyObject* attributes) {

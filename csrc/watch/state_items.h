@@ -47,9 +47,12 @@ StateItems items_of_global_hooks(const StateRules& rules);
 std::vector<PyObject*> tables_of_module(PyObject* attributes);
 // Its parameters and buffers; none without attributes.
 StateTensors tensors_of_module(PyObject* attributes);
-// The attributes of a module that hold its hooks; megagraph/bank/sites.py reads the same.
+// The attributes of a module that hold its hooks.
 const std::array<pybind11::str, 4>& hook_tables();
 std::vector<PyObject*> global_hook_tables();
+// The first hook of a module, or of all modules for None, that nobody answers for; else None.
+pybind11::object foreign_hook(const pybind11::object& module,
+                              const pybind11::object& is_expected_hook);
 
 // Of an item, and in which order they come does not matter.
 size_t summand(const StateItem& item);

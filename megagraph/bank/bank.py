@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph.bank.backends import PassMemories, backend_for
 from megagraph.bank.capture import BankOptions, CapturePlan
-from megagraph.bank.restore import main_grad_of, plain_tensors
+from megagraph.bank.restore import main_grad_of, written_by
 from megagraph.bank.rng import RngSources
-from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, SiteSpec, VariantSpec, tensors_in
+from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.timeline import Lease
@@ -237,9 +237,8 @@ class Bank(_C.GraphBank):
     def _reads(self, site: SiteSpec, variant: CapturedVariant, slot: int) -> list[Tensor]:
         """What a site's graphs read beside their boundaries, to be kept as long as they live."""
         params = site.parameters()
-        reads = [*params, *(buffer for _name, buffer in site.named_buffers()), *site.further_state()]
-        reads += [*plain_tensors([*site.named_modules()]).values(), *variant.buffers[slot].values()]
-        reads += tensors_in(variant.given[slot])
+        reads = [*params, *written_by(site).values(), *variant.buffers[slot].values()]
+        reads += _C.tensors_in(variant.given[slot])
         return reads + [grad for p in params if (grad := main_grad_of(p)) is not None]
 
     def is_entry(self, index: int) -> bool:

@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.backends import Backend, PassMemories
-from megagraph.bank.restore import PlainAttributes, leaves_no_trace, main_grad_of
+from megagraph.bank.restore import leaves_no_trace, main_grad_of
 from megagraph.bank.rng import (
     HostStreams,
     RngSources,
@@ -245,7 +245,7 @@ class CapturePlan:
 
     def _warm_up_site(self, index: int, x: Tensor) -> list[Tensor]:
         before, host = self._rng.snapshot(), HostStreams()
-        attributes = PlainAttributes([*self._sites[index].named_modules()], self._options.left_out)
+        attributes = _C.PlainAttributes([*self._sites[index].named_modules()], self._options.left_out)
         with self._named(index, "warm-up"), contextlib.ExitStack() as undo:
             undo.callback(attributes.put_back)
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
@@ -278,7 +278,8 @@ class CapturePlan:
         """Makes sure that eager draws as often: Megatron may recompute unless it is told of a capture.
 
         And that the site draws nothing from the host's streams; once another thread may have done so. Where
-        an attribute has `changed`, that no call goes by its value: Note [Plain attributes] in restore.py.
+        an attribute has `changed`, that no call goes by its value: csrc/watch/plain_attributes.h, Note
+        [Plain attributes].
         """
         after, has_drawn_on_host = self._rng.snapshot(), host.put_back()
         is_other = changed is not None or has_drawn_on_host or self._rng.has_moved(before, after)

@@ -36,7 +36,6 @@ __all__ = [
     "VariantSpec",
     "as_tuple",
     "ineligible_sites",
-    "tensors_in",
 ]
 
 # What a site hands out: one tensor or several.
@@ -283,52 +282,6 @@ class CapturedVariant:
         return hidden if missing == 0 else torch.cat([hidden, hidden.new_zeros(missing, *hidden.shape[1:])])
 
 
-_DEPTH = 4
-
-
-def _values_in(value: Any, path: str, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values, by where they are."""
-    if isinstance(value, (Tensor, bool, int, float, str)):
-        yield path, value
-    elif depth == 0 or isinstance(value, (nn.Module, type)):
-        return
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _values_in(item, f"{path}[{index}]", depth - 1)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _values_in(item, f"{path}[{key!r}]", depth - 1)
-    else:
-        for name, item in getattr(value, "__dict__", {}).items():
-            yield from _values_in(item, f"{path}.{name}", depth - 1)
-
-
-def _all_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: value for name, given in arguments.items() for path, value in _values_in(given, name)}
-
-
-def tensors_in(arguments: Mapping[str, Any]) -> list[Tensor]:
-    """Every tensor of a call's arguments, also those inside containers and plain objects."""
-    return [value for value in _all_values(arguments).values() if isinstance(value, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if value is other:
-        return True
-    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
-        return type(value) is type(other) and bool(value == other)
-    if value.shape != other.shape or value.dtype != other.dtype or value.device != other.device:
-        return False
-    if value.device.type == "meta":
-        return True
-    both_nan = (value != value) & (other != other)
-    return bool(((value == other) | both_nan).all())
-
-
 def _arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """A variant's arguments over the metadata buffers of a slot, filled with their examples.
 
@@ -342,7 +295,7 @@ def _arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mappin
     for buffer in staged:
         buffer.fill_(not bool(buffer.any()))  # zeros, or ones in place of zeros: offsets stay offsets
     try:
-        others = _all_values(variant.arguments(buffers))
+        others = variant.arguments(buffers)
     except Exception as error:
         raise ValueError(
             f"variant {variant}: its arguments depend on the content of the metadata buffers, which no "
@@ -351,31 +304,20 @@ def _arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mappin
     finally:
         for buffer, example in zip(staged, examples, strict=True):
             buffer.copy_(example)
-    ours = {_storage(buffer) for buffer in buffers.values()} - {0}
-    for path, value in _all_values(arguments).items():
-        if isinstance(value, Tensor) and _storage(value) in ours:
-            continue
-        if path not in others or not _is_same(value, others[path]):
-            raise ValueError(
-                f"variant {variant}: argument {path} is computed from the content of a metadata buffer and "
-                "would keep the example's; hand the buffer on, or a view of it, and compute in the module"
-            )
+    if (path := _C.computed_argument(arguments, others, [*buffers.values()])) is not None:
+        raise ValueError(
+            f"variant {variant}: argument {path} is computed from the content of a metadata buffer and "
+            "would keep the example's; hand the buffer on, or a view of it, and compute in the module"
+        )
     return arguments
 
 
 # -- what a graph would bypass or double: hooks and shared parameters ---------------------------------
 
-# csrc/watch/state_items.cpp reads the same tables.
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
-def _foreign_hook(owner: Any, prefix: str, is_expected: Callable[[Any], bool], where: str) -> str | None:
-    """The first hook of a module, or of all modules, that nobody answers for."""
-    for name in _MODULE_HOOKS:
-        for hook in getattr(owner, prefix + name).values():
-            if not is_expected(hook):
-                return f"hook {getattr(hook, '__qualname__', hook)} of {where}"
-    return None
+def _foreign_hook(module: nn.Module | None, is_expected: Callable[[Any], bool], where: str) -> str | None:
+    hook = _C.foreign_hook(module, is_expected)
+    return None if hook is None else f"hook {getattr(hook, '__qualname__', hook)} of {where}"
 
 
 def _carries_foreign_hook(
@@ -384,7 +326,7 @@ def _carries_foreign_hook(
     accumulator_hooks: Callable[[nn.Parameter], int],
 ) -> str | None:
     for name, module in site.named_modules():
-        if hook := _foreign_hook(module, "", is_expected, f"module {name or type(module).__name__}"):
+        if hook := _foreign_hook(module, is_expected, f"module {name or type(module).__name__}"):
             return hook
     for name, param in site.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
@@ -404,19 +346,15 @@ def ineligible_sites(
     is_expected_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False,
     accumulator_hooks: Callable[[nn.Parameter], int] = lambda param: 0,
 ) -> Mapping[int, tuple[EagerReason, str]]:
-    """Sites that must stay eager: index to the reason and what was found.
+    """Sites of one bank that must stay eager: index to the reason and what was found.
 
-    Args:
-        sites: of one bank.
-        other_params: parameters of the model that are used outside of these.
-        is_expected_hook: hooks that the caller answers for.
-        accumulator_hooks: how many hooks the caller has on a parameter's gradient accumulator. Tensors that
-            are moved to another device by `param.data = ...` lose theirs.
+    `other_params` are used outside of these. The caller answers for expected hooks, and says how many it has
+    on a parameter's gradient accumulator: moved to another device by `param.data = ...`, it loses them.
     """
     uses = Counter(id(param) for site in sites for param in site.parameters())
     uses.update({id(param) for param in other_params})
     found: dict[int, tuple[EagerReason, str]] = {}
-    global_hook = _foreign_hook(torch.nn.modules.module, "_global", is_expected_hook, "all modules")
+    global_hook = _foreign_hook(None, is_expected_hook, "all modules")
     for index, site in enumerate(sites):
         shared = [name for name, param in site.named_parameters() if uses[id(param)] > 1]
         hook = global_hook or _carries_foreign_hook(site, is_expected_hook, accumulator_hooks)

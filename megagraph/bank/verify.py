@@ -33,22 +33,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megagraph import _C
+from megagraph._C import Comparison, Difference, KeptState
 from megagraph.bank.backends import Lent
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import GroupGaveUp, Verdict, gradient_edge, swap_of
-from megagraph.bank.restore import KeptGradients, KeptState, Results
+from megagraph.bank.restore import KeptGradients, Results, written_by
 from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["Difference", "Example", "Verification", "verify"]
 
-# Further verifications: of dozens of tensors some differ by chance in two verifications, hardly any in four.
-_MOST_FURTHER = 3
-# Of a module that may differ from itself; up to as many in all where it does, but not yet in some tensor in
-# which its graph does.
-_FURTHER_RUNS, _MOST_RUNS = 4, 20
 # Of what a site gets: gradients that pass over gaps may grow from site to site beyond what types hold.
 _LARGEST_GRADIENT = 2.0**10
 _INPUT = "gradient of the input"
@@ -64,32 +59,6 @@ class Example:
     # Indices, on the bank's device, of the rows that anybody reads; None for all. Kernels may leave in
     # padding whatever the memory held.
     valid_rows: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A tensor of a site that its graph and its module make differently."""
-
-    slot: int
-    index: int  # of the site
-    tensor: str  # what differs, in words
-    off: float  # by how much the graph misses the module, at most
-    spread: float  # how far runs of the module are apart, at most, where it does
-    is_noisy: bool = False  # runs of the module differ in this tensor
-    is_rounding: bool = False  # as small and as rare as what kernels that add with atomics make of one call
-
-    def may_be_chance(self, times: int) -> bool:
-        """Whether it may not recur in further verifications, having recurred in `times` of them."""
-        return times < (_MOST_FURTHER if self.is_rounding else 1 if self.is_noisy else 0)
-
-    @property
-    def place(self) -> tuple[int, int, str]:
-        """What differs: of which slot and site, which tensor."""
-        return self.slot, self.index, self.tensor
-
-    def __str__(self) -> str:
-        own = f", and eager there from itself by up to {self.spread:.3g}" if self.is_noisy else ""
-        return f"{self.tensor} differs from eager by up to {self.off:.3g}{own}"
 
 
 @dataclass(kw_only=True)
@@ -139,7 +108,8 @@ class Verification:
         start = self._bank.rng.snapshot()
         self._bytes_before = self._bytes_now()
         metadata = [buffer for of_slot in self._variant.buffers for buffer in of_slot.values()]
-        self._state = KeptState(self._bank.specs, metadata)  # with the counters among the metadata
+        # With the counters among the metadata.
+        self._state = KeptState([*map(written_by, self._bank.specs)], metadata)
         try:
             with (
                 self._variant.spec.context(),
@@ -264,43 +234,16 @@ class Verification:
         has_threads, slot = self._bank.options.holds_collectives, self._bank.slot_index
         note = None if has_threads else self._variant.notes[slot].get(flight.index)
         with self._bank.backend.lend(slot, note) as lent:
-            self._compare_runs(flight, graph, lent)
-
-    def _compare_runs(self, flight: _Flight, graph: Results, lent: Lent) -> None:
-        with self._module_run(flight, lent) as eager:
-            for name in sorted(graph.keys() ^ eager.keys()):  # made by one of them only
-                self._add(flight, name, float("inf"), 0.0)
-            both = [name for name in graph if name in eager]
-            differing = [name for name in both if not _C.have_same_bits(graph[name], eager[name])]
-            ranges = {name: _C.RunRange(eager[name]) for name in differing}
-        del eager  # what is lent suffices for one run
-        if not self._somewhere(bool(differing)):
-            return
-
-        def run_again(times: int) -> dict[str, tuple[float, float]]:
-            for _ in range(times):
+            with self._module_run(flight, lent) as eager:
+                comparison = Comparison(graph, eager)
+            del eager  # what is lent suffices for one run
+            while self._somewhere(comparison.is_open()):
                 with self._module_run(flight, lent) as eager:
-                    for name, range_ in ranges.items():
-                        range_.add(eager[name])
+                    comparison.add(eager)
                 del eager
-            found = {name: range_.misfit(graph[name]) for name, range_ in ranges.items()}
-            return {name: misfit for name, misfit in found.items() if misfit is not None}
-
-        runs, unlike = 1 + _FURTHER_RUNS, run_again(_FURTHER_RUNS)
-        is_reproducible = not any(range_.is_noisy for range_ in ranges.values())
-        while runs < _MOST_RUNS and self._somewhere(bool(unlike) and not is_reproducible):
-            runs, unlike = runs + 1, run_again(1)
-        if len(unlike) < len(differing):
+        if comparison.lies_within():
             self.within_spread.add(flight.index)
-        is_exact = torch.are_deterministic_algorithms_enabled()
-        for name, misfit in unlike.items():
-            is_rounding = not is_exact and ranges[name].differs_as_rounded(graph[name])
-            self._add(flight, name, *misfit, is_noisy=ranges[name].is_noisy, is_rounding=is_rounding)
-
-    def _add(self, flight: _Flight, tensor: str, off: float, spread: float, **noise: bool) -> None:
-        slot, index = self._bank.slot_index, flight.index
-        found = Difference(slot=slot, index=index, tensor=tensor, off=off, spread=spread, **noise)
-        self.differences.append(found)
+        self.differences += comparison.differences(slot, flight.index)
 
     @contextlib.contextmanager
     def _module_run(self, flight: _Flight, lent: Lent) -> Iterator[Results]:

@@ -6,14 +6,13 @@ among the ranks that share one global batch. Which rows of a document a rank has
 `megagraph.packs.ops.thd_partition_indices`. Knows no Megatron.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
-from megagraph._C import PackSchedule, ScheduledPack, ScheduleLimits, schedule_packs
+from megagraph._C import PackDealing, PackSchedule, ScheduledPack, ScheduleLimits, schedule_packs, share
 
 __all__ = [
     "Contents",
@@ -27,7 +26,6 @@ __all__ = [
     "schedule_packs",
     "share",
 ]
-
 
 Document = Mapping[str, Tensor]
 """What belongs to each token of a document, by name: tensors [L] of any dtypes, on one device."""
@@ -85,18 +83,6 @@ def gather_contents(own: Contents, group: distributed.ProcessGroup) -> list[Cont
     return every
 
 
-def share(tensor: Tensor, rows: int, size: int, place: int) -> Tensor:
-    """The rows [rows, ...] of a document [L, ...] that a rank holds; zeros past the document's end.
-
-    The rank is in some `place` of a group of `size`. If that is not 1, each has an even number of rows.
-    """
-    padded = torch.cat([tensor, tensor.new_zeros(rows * size - tensor.size(0), *tensor.shape[1:])])
-    if size == 1:
-        return padded
-    pieces = padded.unflatten(0, (2 * size, rows // 2))
-    return torch.cat([pieces[place], pieces[2 * size - 1 - place]])
-
-
 def deal(
     documents: Sequence[Document],
     every: Sequence[Contents],
@@ -111,44 +97,12 @@ def deal(
     on the device. Returns this rank's share of its pack in each micro-batch, by name: [rows of the pack's
     documents, in turn].
     """
-    lengths = [length for contents in every for length in contents.lengths]
-    owners = [rank for rank, contents in enumerate(every) for _ in contents.lengths]
-    first = sum(len(contents.lengths) for contents in every[: group.rank()])
-    dtypes = next(contents.dtypes for contents in every if contents.lengths)
-    widths = [dtype.itemsize for _, dtype in dtypes]
-    nothing = torch.empty(0, sum(widths), dtype=torch.uint8, device=device)  # rows are bytes of all tensors
-
-    outgoing: list[list[Tensor]] = [[] for _ in every]
-    for pack in itertools.chain.from_iterable(schedule.micro_batches):
-        for document in (index for index in pack.documents if owners[index] == group.rank()):
-            rows = limits.rows(lengths[document], pack.cp_size)
-            tensors = (documents[document - first][name].to(device).unsqueeze(1) for name, _ in dtypes)
-            whole = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], dim=1)
-            for place in range(pack.cp_size):
-                outgoing[pack.first_rank + place].append(share(whole, rows, pack.cp_size, place))
-    packs = schedule.of_rank(group.rank())
-    incoming: list[list[int]] = [[] for _ in every]  # rows of documents, by whose they are
-    for pack in packs:
-        for document in pack.documents:
-            incoming[owners[document]].append(limits.rows(lengths[document], pack.cp_size))
-    taken_rows = [*map(sum, incoming)]
-    taken = nothing.new_empty(sum(taken_rows), sum(widths))
+    names, types = zip(*next(contents.dtypes for contents in every if contents.lengths), strict=True)
+    dealing = PackDealing(schedule, limits, [contents.lengths for contents in every], group.rank())
+    sent = dealing.outgoing([[document[name] for name in names] for document in documents], types, device)
+    taken_rows = dealing.taken_rows
+    taken = sent.new_empty(sum(taken_rows), sent.size(1))
     distributed.all_to_all_single(
-        taken,
-        torch.cat([nothing, *itertools.chain.from_iterable(outgoing)]),
-        output_split_sizes=taken_rows,
-        input_split_sizes=[sum(part.size(0) for part in of_rank) for of_rank in outgoing],
-        group=group,
+        taken, sent, output_split_sizes=taken_rows, input_split_sizes=dealing.sent_rows, group=group
     )
-
-    # By rank; a rank's documents are in the order of the packs.
-    parts = zip(taken.split(taken_rows), incoming, strict=True)
-    of_owner = [iter(rows.split(sizes)) for rows, sizes in parts]
-    dealt: list[dict[str, Tensor]] = [{} for _ in packs]
-    for tensors_of_pack, pack in zip(dealt, packs, strict=True):
-        rows_of_pack = torch.cat([next(of_owner[owners[document]]) for document in pack.documents])
-        for (name, dtype), column in zip(dtypes, rows_of_pack.split(widths, dim=1), strict=True):
-            # Copied: a dtype is not viewed where its bytes are not aligned.
-            copied = column.clone(memory_format=torch.contiguous_format)
-            tensors_of_pack[name] = copied.view(dtype).flatten()
-    return dealt
+    return [dict(zip(names, tensors, strict=True)) for tensors in dealing.packs(taken, types)]

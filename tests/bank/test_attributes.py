@@ -12,7 +12,7 @@ import torch
 from bank_pair import WIDTH, Block, Pair
 from torch import Tensor, nn
 
-from megagraph.bank.restore import PlainAttributes, plain_tensors
+from megagraph._C import PlainAttributes, plain_tensors
 from megagraph.decide.reasons import EagerReason
 
 

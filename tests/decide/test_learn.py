@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned capacities would have held every pack of the warm-up."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagraph.decide.dispatch import Needs, PackShape, capacities_for, needs_of
+from megagraph.decide.dispatch import PackShape, capacities_for, needs_of
 
 shapes = st.builds(
     PackShape,
@@ -34,6 +35,11 @@ def test_the_largest_of_each_number_holds_what_any_rank_has_observed(
     """Also where one has observed nothing."""
     packs = [shape for of_rank in observed for shape in of_rank]
     needs = [needs_of(of_rank, extra_seqs) for of_rank in observed]
-    agreed = Needs(*map(max, zip(*needs, strict=True)))
+    agreed = [*map(max, zip(*needs, strict=True))]
     learned = capacities_for(agreed, extra_seqs) if packs else ()
     assert all(any(shape.exceeds(held) is None for held in learned) for shape in packs)
+
+
+def test_nothing_is_learned_where_nobody_has_met_a_pack() -> None:
+    with pytest.raises(ValueError, match="there were none"):
+        capacities_for(needs_of([]))

@@ -24,7 +24,7 @@ from worlds import on_ranks
 import megagraph
 from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Needs, PackForm, VariantKey
+from megagraph.decide.dispatch import PackForm, VariantKey
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of_pack
@@ -252,7 +252,7 @@ def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureF
 def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int, ...], tokens: int) -> None:
     """Each rank has a share of both halves of a document."""
     made = dispatcher(cp_sizes)
-    made.learn(lambda said: [0, *Needs(tokens=61, usual_seqs=4, most_seqs=8)])
+    made.learn(lambda said: [0, 61, 4, 8])
     found = [capacity.tokens for size in cp_sizes for capacity in made.by_cp_size[size]]
     assert found == [tokens] * 2 * len(cp_sizes)
 

@@ -10,10 +10,10 @@ import torch
 from megatron_rig import LAYERS, OPTIONS, refused
 from worlds import World
 
+from megagraph._C import as_pack
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.dispatcher import as_pack
 from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]

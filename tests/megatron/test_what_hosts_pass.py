@@ -23,8 +23,8 @@ from megatron_rig import (
 from torch import Tensor, distributed, nn
 
 import megagraph
+from megagraph._C import Constants
 from megagraph.demo.trainer import Trainer, gpt_model, in_half_precision, transformer_config
-from megagraph.megatron.graphs.layer_arguments import Constants
 
 pytestmark = pytest.mark.both
 

@@ -248,7 +248,7 @@ class Captures:
         def arguments(*offsets: Any) -> Mapping[str, Any]:
             params = packs.make(params_type, *offsets)
             _C.mark_canonical(params, by_token=key.by_token)
-            constants = self.arguments.of(key, params, hidden)
+            constants = self.arguments.of(key, params, hidden).values
             return {"attention_mask": None, "packed_seq_params": params, **constants}
 
         freqs = self._dispatcher.freqs if key.by_token else None

@@ -11,30 +11,23 @@ too. A pack of too many documents, or of one that is too long, is padded to a ca
 graphs (csrc/python/dispatcher.cpp); what cannot be padded has just that many rows, or is an error. Until
 capacities are known packs run as given, and need equal rows as with Megatron alone. All ranks learn them at
 the same step boundary.
-
-Megatron's hybrid context parallelism gives one document at a time in 0.16: in the format of unpacked batches,
-with its length and the ranks that share it. They share its rows as those of a pack's documents, so that it is
-a pack of one, which layers that know packs alone can run, and graphs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megagraph import _C
 from megagraph._C import MicroBatch
 from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, Needs, VariantKey, capacities_for, needs_of
+from megagraph.decide.dispatch import Capacity, VariantKey, capacities_for, needs_of
 from megagraph.log import log
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import TailConvention
 
-__all__ = ["Dispatcher", "MicroBatch", "as_pack"]
+__all__ = ["Dispatcher", "MicroBatch"]
 
 _PATIENCE = 20  # steps that this rank waits for another one until it says so
 
@@ -44,18 +37,15 @@ class Dispatcher(_C.Dispatcher):
 
     If packs say by how many ranks they are shared, the group that one names has to be the very object that
     graphs were captured with, since their collectives are of its communicator.
-
-    Attributes:
-        needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
-        by_cp_size: capacities, smallest first; empty while they are still to be learned.
-        masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
     """
 
+    # Capacities, smallest first; empty while they are still to be learned.
     by_cp_size: Mapping[int, Sequence[Capacity]]
 
     def __init__(self, model_config: Any, config: GraphConfig, tables: LayerArguments, peers: Peers) -> None:
         context = peers.context
         masks_tail, pads_at_entry = has_experts(model_config), peers.tensor.shards_sequence
+        # Whether ranks of other packs run as many rows in each micro-batch.
         self.needs_equal_rows = need_equal_rows(model_config)
         super().__init__(
             extra_seqs=config.tail.extra_seqs,
@@ -73,6 +63,7 @@ class Dispatcher(_C.Dispatcher):
             run_alike=not peers.run_other_packs,
             warm_up_steps=config.cuda_graph_warmup_steps,
         )
+        # Whether every micro-batch has a padding mask, which its ranks share with the rows.
         self.masks_at_entry = masks_tail and pads_at_entry
         self._tail, self._context = config.tail, context
         self._waited = 0  # steps
@@ -144,7 +135,8 @@ class Dispatcher(_C.Dispatcher):
         that are longer. So all of them learn the same from the most that any has met.
         """
         is_warm, extra_seqs, sizes = bool(self.due.warmed_up), self._tail.extra_seqs, self._context.sizes
-        somebody_waits, *needs = max_over_ranks([int(not is_warm), *needs_of(self.observed, extra_seqs)])
+        needs = needs_of([*self.observed], extra_seqs)
+        somebody_waits, tokens, *num_seqs = max_over_ranks([int(not is_warm), *needs])
         if somebody_waits:
             self._waited += is_warm
             if is_warm and self._waited == _PATIENCE:
@@ -155,11 +147,10 @@ class Dispatcher(_C.Dispatcher):
                     _PATIENCE,
                 )
             return
-        found = Needs(*needs)
         if sizes[-1] > 1:  # each rank has a share of two parts of every document
-            found = found._replace(tokens=found.tokens + found.tokens % 2)
+            tokens += tokens % 2
         num_shapes = len(self.observed)
-        self._take({size: capacities_for(found, extra_seqs, size) for size in sizes})
+        self._take({size: capacities_for([tokens, *num_seqs], extra_seqs, size) for size in sizes})
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
             "max_seqlen_per_dp_cp_rank=%d",
@@ -180,34 +171,3 @@ class Dispatcher(_C.Dispatcher):
             for size, capacities in self.by_cp_size.items()
             for capacity in capacities
         ]
-
-
-# What a pack of one document says as that does.
-_KEPT = ("max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group")
-
-
-def as_pack(params: Any, ids: Any, hidden_states: Any) -> Any:
-    """A document that names its ranks, as a pack of one. Packs, and what names no ranks, as they are.
-
-    Args:
-        params: `PackedSeqParams`, or None.
-        ids: the model's tokens [B, T]; not read where it takes hidden states.
-        hidden_states: these [T, B, H], or None.
-
-    Raises:
-        ValueError: where it is not one document.
-    """
-    if params is None or params.qkv_format != "sbhd" or getattr(params, "local_cp_size", None) is None:
-        return params
-    offsets: Tensor | None = params.cu_seqlens_q
-    batch = ids.size(0) if hidden_states is None else hidden_states.size(1)
-    if batch != 1 or offsets is None or offsets.numel() != 2:
-        raise ValueError(
-            "cp_sizes: expected a pack (thd), or one document (sbhd, a batch of 1, two cu_seqlens), "
-            f"got sbhd, a batch of {batch}, {0 if offsets is None else offsets.numel()} cu_seqlens"
-        )
-    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets.to(torch.int32))
-    pack = type(params)(qkv_format="thd", **ends, **{name: getattr(params, name) for name in _KEPT})
-    others = {name: value for name, value in vars(params).items() if name not in vars(pack)}
-    vars(pack).update(others)
-    return pack

@@ -43,26 +43,20 @@ def names_of(function: Callable[..., Any]) -> Sequence[str]:
 
 
 class Doors:
-    """The two doors of a model, or of its block of layers, and at which of them the plugin acts.
+    """The two doors of a model, or of its block of layers, and at which of them the plugin acts."""
 
-    Attributes:
-        forward: gives the function that a call of the module runs, as long as that exists.
-        names: of its arguments by position, as `names_of()` gives them.
-        own: the name of Megatron's forward.
-        called: the name of the function.
-        is_own: whether the plugin acts in Megatron's forward, or around the call; None until that is known.
-        problem: why nothing can be served around the call; empty if something can.
-        reached: how many calls have come to where the plugin acts, or should have and are counted.
-    """
+    own: str  # the name of Megatron's forward
+    problem: str  # why nothing can be served around the call; empty if something can
 
     def __init__(self, module: nn.Module) -> None:
         forward: Any = module.forward
         function = getattr(forward, "__func__", forward)
-        self.forward = weakly(function)
-        self.names = names_of(forward)
+        self.forward = weakly(function)  # gives what a call of the module runs, as long as that exists
+        self.names = names_of(forward)  # of its arguments by position
         self.called = called_name(function)
+        # Whether the plugin acts in Megatron's forward, or around the call; None until that is known.
         self.is_own = True if is_ours(module) else None
-        self.reached = 0
+        self.reached = 0  # calls that have come to where the plugin acts, or should have and are counted
         seams = (GPT_FORWARD, BLOCK_FORWARD, *(hybrid_seams() or ()))
         seam = next((seam for seam in seams if isinstance(module, seam.owner())), None)
         if seam is None:  # its calls are not wrapped
@@ -81,22 +75,15 @@ class Doors:
 
 
 class Entries:
-    """How a model and its block of layers are entered.
-
-    Attributes:
-        model, block: their doors.
-        are_megatrons: the plugin acts in Megatron's forwards.
-        are_settled: whether it is known where to act; until then micro-batches run as they were given.
-        awaited: what keeps the model eager, unless a call shows frequencies of each token; else empty.
-    """
+    """How a model and its block of layers are entered."""
 
     model: Doors
     block: Doors
-    are_megatrons: bool
-    are_settled: bool
+    are_megatrons: bool  # the plugin acts in Megatron's forwards
+    are_settled: bool  # it is known where to act; until then micro-batches run as they were given
 
     def __init__(self, model: nn.Module) -> None:
-        self.awaited = ""
+        self.awaited = ""  # what keeps the model eager, unless a call shows frequencies of each token
         self._waited = 0  # steps
         self.find_doors(model)
 

@@ -24,52 +24,14 @@ import weakref
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megagraph._C import MicroBatch, ReadTrace
+from megagraph._C import Constants, MicroBatch, ReadTrace, are_equal
 from megagraph.decide.dispatch import VariantKey
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
 
-__all__ = ["Constants", "LayerArguments", "MlaTables", "layer_constants"]
-
-
-class Constants(dict[str, Any]):
-    """Arguments that a variant's graphs were captured with, or that are staged, by name. None is left out."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        # The last tensor that equalled a constant, by name, and how often either had been written by then.
-        self._equal: dict[str, tuple[Tensor, tuple[int, int]]] = {}
-
-    def are(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a call has just these arguments; None is as good as none."""
-        given = {name: value for name, value in arguments.items() if value is not None}
-        return given.keys() == self.keys() and all(
-            value is self[name] or self.is_equal(name, value) for name, value in given.items()
-        )
-
-    def is_equal(self, name: str, value: Any) -> bool:
-        """Whether an argument that is another object equals the one of the capture.
-
-        Megatron keeps 32 rotary tables, over all models, and makes one that it dropped anew: an equal
-        tensor is compared once, which waits for the device, and known until one of the two is written.
-        """
-        known = self.get(name)
-        if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
-            return False
-        writes = _writes_of(value), _writes_of(known)
-        before, seen = self._equal.get(name, (None, None))
-        if (value is not before or writes != seen) and not _are_equal(value, known):
-            return False
-        self._equal[name] = value, writes
-        return True
-
-
-def _writes_of(tensor: Tensor) -> int:
-    """How often a tensor has been written in place; one of inference mode does not say."""
-    return -1 if tensor.is_inference() else tensor._version
+__all__ = ["LayerArguments", "MlaTables", "layer_constants"]
 
 
 class LayerArguments(dict[VariantKey, Constants]):
@@ -101,7 +63,7 @@ class LayerArguments(dict[VariantKey, Constants]):
         """Has frequencies of each token staged; False if the micro-batch's variant does not take them."""
         is_taken = batch.take_freqs(table)
         if is_taken and batch.key in self:
-            self[batch.key]["rotary_pos_emb"] = table
+            self[batch.key].set("rotary_pos_emb", table)
         return is_taken
 
     def _make(self, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
@@ -199,15 +161,6 @@ def _handed_to_decoder(
     raise AssertionError("the model's forward did not call its decoder")
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two answers are the same: a table, one and YaRN's scale, or two."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
 # The angles; with fused RoPE of YaRN, cosines and sines of them, out of buffers that a longer pack replaces.
 _ANGLES, _COSINES = "forward", "get_cached_cos_sin"
 _Answers = dict[Hashable, Any]
@@ -267,7 +220,7 @@ class MlaTables:
         distinct = {id(table): table for answers in by_embedding for table in answers.values()}
         # The cache alone has what equals another one, and no graph reads that.
         unseen = ReadTrace.unseen
-        return next((known for known in distinct.values() if unseen(_are_equal, known, made)), made)
+        return next((known for known in distinct.values() if unseen(are_equal, known, made)), made)
 
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:

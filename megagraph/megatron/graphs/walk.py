@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megagraph._C import Constants
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
-from megagraph.megatron.graphs.layer_arguments import Constants
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
 from megagraph.megatron.seams import stand_in
@@ -110,11 +110,7 @@ class LayerLoop:
         is_other = padding_mask is not batch.mask  # which is staged
         if is_other:
             batch.replace_mask(padding_mask)
-        for name, value in arguments.items():
-            is_other = is_other or (
-                value is not self._constants.get(name) and not self._constants.is_equal(name, value)
-            )
-        if is_other:
+        if is_other or not self._constants.hold(arguments):
             batch.reason = EagerReason.SIGNATURE_CHANGED
             self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
             if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagraph._C import by_name, has_forwards, is_skipped, without_ranks
+from megagraph._C import as_pack, by_name, has_forwards, is_skipped, without_ranks
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.dispatcher import MicroBatch, as_pack
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayersOneByOne

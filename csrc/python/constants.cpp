@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/constants.h"
+
+#include <ATen/Functions.h>
+
+#include "csrc/torch/python_tensors.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+// One of inference mode does not say.
+int64_t writes_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? -1 : static_cast<int64_t>(tensor._version());
+}
+
+bool have_equal_entries(const at::Tensor& one, const at::Tensor& other) {
+  const py::gil_scoped_release no_gil;
+  return one.sizes() == other.sizes() && one.scalar_type() == other.scalar_type() &&
+         at::equal(one, other);
+}
+
+}  // namespace
+
+bool are_equal(const py::handle& one, const py::handle& other) {
+  if (is_tensor(one.ptr()) && is_tensor(other.ptr())) {
+    return have_equal_entries(tensor_of(one.ptr()), tensor_of(other.ptr()));
+  }
+  if (PyTuple_Check(one.ptr()) && PyTuple_Check(other.ptr())) {
+    const Py_ssize_t size = PyTuple_GET_SIZE(one.ptr());
+    bool is_same = size == PyTuple_GET_SIZE(other.ptr());
+    for (Py_ssize_t i = 0; is_same && i < size; ++i) {
+      is_same = are_equal(PyTuple_GET_ITEM(one.ptr(), i), PyTuple_GET_ITEM(other.ptr(), i));
+    }
+    return is_same;
+  }
+  return Py_TYPE(one.ptr()) == Py_TYPE(other.ptr()) && one.equal(other);
+}
+
+bool Constants::are(const py::dict& arguments) {
+  size_t given = 0;
+  for (const auto& [name, value] : arguments) {
+    if (value.is_none()) continue;
+    ++given;
+    if (!has(name, value)) return false;
+  }
+  return given == values_.size();
+}
+
+bool Constants::hold(const py::dict& arguments) {
+  for (const auto& [name, value] : arguments) {
+    if (!(value.is_none() && !values_.contains(name)) && !has(name, value)) return false;
+  }
+  return true;
+}
+
+bool Constants::has(const py::handle& name, const py::handle& value) {
+  PyObject* const known = PyDict_GetItemWithError(values_.ptr(), name.ptr());
+  if (known == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return known == value.ptr() || is_equal(name, value);
+}
+
+bool Constants::is_equal(const py::handle& name, const py::handle& value) {
+  PyObject* const known = PyDict_GetItemWithError(values_.ptr(), name.ptr());
+  if (known == nullptr || !is_tensor(known) || !is_tensor(value.ptr())) return false;
+  const at::Tensor &constant = tensor_of(known), &tensor = tensor_of(value.ptr());
+  const std::array<int64_t, 2> writes{writes_of(tensor), writes_of(constant)};
+  const auto place = name.cast<std::string>();
+  const auto before = equal_.find(place);
+  const bool is_known = before != equal_.end() && before->second.tensor.is_same(tensor) &&
+                        before->second.writes == writes;
+  if (!is_known && !have_equal_entries(tensor, constant)) return false;
+  equal_[place] = {tensor, writes};
+  return true;
+}
+
+}  // namespace megagraph
