@@ -20,9 +20,10 @@ void bind_watch(py::module_& m) {
       [](const at::Device& device) { return NumericSettings::current(device.type()).hash(); },
       py::arg("device"));
   py::class_<StateWatch, std::shared_ptr<StateWatch>>(m, "StateWatch")
-      .def(py::init<py::list, py::object, py::iterable, py::object, py::list, at::Device>(),
+      .def(py::init<py::list, py::object, py::iterable, py::object, at::Device>(),
            py::arg("modules"), py::arg("block"), py::arg("left_out"), py::arg("is_expected_hook"),
-           py::arg("keys"), py::arg("device") = at::Device(at::kCPU))
+           py::arg("device") = at::Device(at::kCPU))
+      .def("set_keys", &StateWatch::set_keys, py::arg("keys"))
       .def("now", &StateWatch::now, py::arg("whole"))
       .def("items", &StateWatch::items);
   py::class_<ModuleWatch, std::shared_ptr<ModuleWatch>>(m, "ModuleWatch")

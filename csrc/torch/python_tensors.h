@@ -31,6 +31,13 @@ inline bool is_plain_tensor(PyObject* tensor) {
 // Of an object that is_tensor().
 inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
 
+// What `Tensor::requires_grad()` answers, whose call through a table costs more than the answer.
+inline bool requires_grad(PyObject* tensor) {
+  const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(
+      tensor_of(tensor).unsafeGetTensorImpl()->autograd_meta());
+  return meta != nullptr && (meta->requires_grad_ || meta->grad_fn_ != nullptr);
+}
+
 // A new reference; null with a Python error set.
 inline PyObject* to_python(at::Tensor&& tensor) { return THPVariable_Wrap(std::move(tensor)); }
 

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace megagraph {
 
@@ -43,5 +44,28 @@ inline uint64_t dict_version([[maybe_unused]] PyObject* dict) {
   return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
 #endif
 }
+
+// Which versions dictionaries had when something was read from them. Borrowed: each must be there
+// as long as those before it do not change. Keeps none where events can be told.
+class DictVersions {
+ public:
+  void clear() { known_.clear(); }
+  void add(PyObject* dict) {
+    if (!kCanTellDictEvents) known_.push_back({dict, dict_version(dict)});
+  }
+  bool are_current() const {
+    for (const Known& known : known_) {
+      if (dict_version(known.dict) != known.version) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Known {
+    PyObject* dict;
+    uint64_t version;
+  };
+  std::vector<Known> known_;
+};
 
 }  // namespace megagraph

@@ -19,18 +19,20 @@ namespace {
 
 // Visits the keys and values of a dictionary, which is watched from now on.
 template <typename Visit>
-void for_each_entry(PyObject* dict, const Visit& visit) {
+void for_each_entry(PyObject* dict, DictVersions& versions, const Visit& visit) {
   if (dict == nullptr || !PyDict_Check(dict)) return;
   watch_dict(dict);
+  versions.add(dict);
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t position = 0;
   while (PyDict_Next(dict, &position, &key, &value)) visit(key, value);
 }
 
 // By their keys, which are numbers that come once.
-void mix_hooks(Hash& hash, PyObject* table) {
-  for_each_entry(
-      table, [&](PyObject* key, PyObject*) { hash.mix(static_cast<size_t>(PyObject_Hash(key))); });
+void mix_hooks(Hash& hash, PyObject* table, DictVersions& versions) {
+  for_each_entry(table, versions, [&](PyObject* key, PyObject*) {
+    hash.mix(static_cast<size_t>(PyObject_Hash(key)));
+  });
   hash.mix(nullptr);  // ends the table
 }
 
@@ -91,6 +93,7 @@ void ModuleWatch::expect_memory(bool grad) {
   if (grad) expected_.gradients = now_.gradients;
   watches_gradients_ = watches_gradients_ || grad;
   state_ = state_of_now();
+  expected_layers_ = state_watch_->layers();
   is_watching_ = true;
 }
 
@@ -98,8 +101,9 @@ void ModuleWatch::forget_gradients() { watches_gradients_ = are_gradients_away_ 
 
 bool ModuleWatch::is_as_expected() {
   const auto of_any_hooks = [] { return std::optional(EagerReason::kForeignHook); };
-  return is_watching_ && state_watch_->sees_layers() && !difference(of_any_hooks) &&
-         !are_gradients_away_;
+  if (!is_watching_) return false;
+  const auto layers = state_watch_->layers();
+  return layers && layers == expected_layers_ && !difference(of_any_hooks) && !are_gradients_away_;
 }
 
 std::optional<EagerReason> ModuleWatch::difference(const OfHooks& of_hooks) {
@@ -153,7 +157,7 @@ void ModuleWatch::look() {
 
 void ModuleWatch::read() {
   const uint64_t events = dict_events();
-  if (kCanTellDictEvents && seen_ == events && have_their_attributes()) return;
+  if (seen_ == events && is_current()) return;
   seen_.reset();  // until everything was read
   if (read_modules() != submodules_) {
     find_modules();
@@ -175,10 +179,26 @@ void ModuleWatch::find_modules() {
   now_.modules = hash.value();
 }
 
-bool ModuleWatch::have_their_attributes() const {
-  return std::all_of(modules_.begin(), modules_.end(), [](const Module& module) {
-    return has_attributes(module.reference.ptr(), module.attributes);
-  });
+// Beside events, where these can be told.
+bool ModuleWatch::is_current() {
+  const auto is_known = [](const Module& module) {
+    return has_attributes(module.reference.ptr(), module.attributes) &&
+           module.versions.are_current();
+  };
+  // Parameters are there as long as no module has changed.
+  return std::all_of(modules_.begin(), modules_.end(), is_known) && hooks_of_all_.are_current() &&
+         (kCanTellDictEvents ||
+          std::all_of(parameters_.begin(), parameters_.end(), has_its_main_grad));
+}
+
+// Other attributes change in each step.
+bool ModuleWatch::has_its_main_grad(Parameter& parameter) {
+  if (!is_dict_of(parameter.tensor, parameter.attributes)) return false;
+  const uint64_t version = dict_version(parameter.attributes);
+  if (version == parameter.version) return true;
+  PyObject* const grad = entry(parameter.attributes, main_grad());
+  parameter.version = version;
+  return parameter.main_grad == (grad != nullptr && is_tensor(grad) ? grad : nullptr);
 }
 
 // Returns a hash of which submodules there are, and of which modules.
@@ -192,29 +212,38 @@ size_t ModuleWatch::read_modules() {
     const py::object module = referent(known.reference.ptr());
     submodules.mix(module.ptr());
     known.attributes = nullptr;
+    known.versions.clear();
     if (!module) continue;
     const py::object attributes = attributes_of(module.ptr());
     known.attributes = attributes.ptr();
     watch_dict(attributes.ptr());
-    for_each_entry(entry(attributes.ptr(), table),
+    known.versions.add(attributes.ptr());
+    for_each_entry(entry(attributes.ptr(), table), known.versions,
                    [&](PyObject*, PyObject* child) { submodules.mix(child); });
-    for (const py::str& name : hook_tables()) mix_hooks(hooks, entry(attributes.ptr(), name));
-    read_tensors(attributes.ptr(), known.is_read);
+    for (const py::str& name : hook_tables()) {
+      mix_hooks(hooks, entry(attributes.ptr(), name), known.versions);
+    }
+    read_tensors(known, attributes.ptr());
   }
-  for (PyObject* hooks_of_all : global_hook_tables()) mix_hooks(hooks, hooks_of_all);
+  hooks_of_all_.clear();
+  for (PyObject* tables : global_hook_tables()) mix_hooks(hooks, tables, hooks_of_all_);
   hook_keys_ = hooks.value();
   return submodules.value();
 }
 
-void ModuleWatch::read_tensors(PyObject* attributes, bool is_read) {
+void ModuleWatch::read_tensors(Module& module, PyObject* attributes) {
   static const py::str &parameters = interned("_parameters"), &buffers = interned("_buffers");
-  for_each_entry(entry(attributes, parameters), [&](PyObject*, PyObject* parameter) {
-    if (is_tensor(parameter)) read_parameter(parameter, is_read);
-  });
+  const bool is_read = module.is_read;
+  for_each_entry(entry(attributes, parameters), module.versions,
+                 [&](PyObject*, PyObject* parameter) {
+                   if (is_tensor(parameter)) read_parameter(parameter, is_read);
+                 });
   if (!is_read) return;
-  for_each_entry(entry(attributes, buffers), [&](PyObject* name, PyObject* buffer) {
-    if (is_tensor(buffer) && !unread_.contains(py::handle(name))) buffers_.push_back(buffer);
-  });
+  for_each_entry(entry(attributes, buffers), module.versions,
+                 [&](PyObject* name, PyObject* buffer) {
+                   if (is_tensor(buffer) && !unread_.contains(py::handle(name)))
+                     buffers_.push_back(buffer);
+                 });
 }
 
 void ModuleWatch::read_parameter(PyObject* parameter, bool is_read) {
@@ -228,7 +257,8 @@ void ModuleWatch::read_parameter(PyObject* parameter, bool is_read) {
     }
   }
   const bool has_grad = grad != nullptr && is_tensor(grad);
-  parameters_.push_back({parameter, has_grad ? grad : nullptr, is_read});
+  parameters_.push_back({parameter, has_grad ? grad : nullptr, is_read, attributes.ptr(),
+                         dict_version(attributes.ptr())});
 }
 
 ModuleWatch::State ModuleWatch::state_of_now() const {

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "csrc/decide/eager_reason.h"
+#include "csrc/watch/dict_events.h"
 #include "csrc/watch/state_watch.h"
 
 namespace megagraph {
@@ -80,11 +81,14 @@ class ModuleWatch {
     pybind11::object reference;  // weak
     bool is_read;
     const PyObject* attributes = nullptr;  // its dictionary when it was read
+    DictVersions versions{};               // of that one and of the tables in it
   };
   struct Parameter {
     PyObject* tensor;
     PyObject* main_grad;  // null where there is none
     bool is_read;
+    PyObject* attributes;  // its dictionary when it was read
+    uint64_t version;      // of that one
   };
   struct Hashes {
     size_t addresses = 0, gradients = 0, modules = 0, hooks = 0;
@@ -98,10 +102,11 @@ class ModuleWatch {
   void look();
   void read();
   size_t read_modules();
-  void read_tensors(PyObject* attributes, bool is_read);
+  void read_tensors(Module& module, PyObject* attributes);
   void read_parameter(PyObject* parameter, bool is_read);
   void find_modules();
-  bool have_their_attributes() const;
+  bool is_current();
+  static bool has_its_main_grad(Parameter& parameter);
   State state_of_now() const;
   bool has_other_state() const;
 
@@ -111,6 +116,7 @@ class ModuleWatch {
   std::vector<Module> modules_;
   std::optional<size_t> submodules_;  // a hash, as of the time when the modules were found
   std::optional<uint64_t> seen_;      // how many events there were when the dictionaries were read
+  DictVersions hooks_of_all_;         // as of then
   size_t hook_keys_ = 0;
   // Borrowed: as long as no dictionary changes, they are in theirs.
   std::vector<Parameter> parameters_;
@@ -120,6 +126,7 @@ class ModuleWatch {
   Hashes now_, expected_;
   State state_;
   std::shared_ptr<StateWatch> state_watch_;
+  std::optional<size_t> expected_layers_;
   bool is_watching_ = false, watches_gradients_ = false;
   bool have_parameters_memory_ = true, have_gradients_memory_ = true, have_other_grads_ = false;
   bool are_gradients_away_ = false, have_only_gradients_moved_ = false;

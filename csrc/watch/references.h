@@ -42,11 +42,18 @@ inline pybind11::object attributes_of(PyObject* object) {
   return attributes;
 }
 
-// Whether what a weak reference refers to is there and has this dictionary: it may be given another
-// one, of which neither dictionary tells.
+// Whether an object has this dictionary of attributes: it may be given another one, of which
+// neither dictionary tells. Asked of every module and parameter in each call, so that no reference
+// is made.
+inline bool is_dict_of(PyObject* object, const PyObject* dict) {
+  PyObject** const attributes = _PyObject_GetDictPtr(object);
+  return attributes != nullptr && *attributes == dict;
+}
+
+// The same of what a weak reference refers to, which may be gone.
 inline bool has_attributes(PyObject* reference, const PyObject* dict) {
   const pybind11::object object = referent(reference);
-  return object && attributes_of(object.ptr()).ptr() == dict;
+  return object && is_dict_of(object.ptr(), dict);
 }
 
 }  // namespace megagraph

@@ -37,9 +37,8 @@ bool is_skipped(const StateRules& rules, PyObject* name) {
   return found != 0;
 }
 
-bool ends_with(PyObject* name, const char* end) {
-  return PyUnicode_Check(name) &&
-         PyUnicode_Tailmatch(name, py::str(end).ptr(), 0, PY_SSIZE_T_MAX, 1) == 1;
+bool ends_with(PyObject* name, const py::str& end) {
+  return PyUnicode_Check(name) && PyUnicode_Tailmatch(name, end.ptr(), 0, PY_SSIZE_T_MAX, 1) == 1;
 }
 
 // Whether an attribute holds a configuration, by its class or by its name. What takes no weak
@@ -48,10 +47,10 @@ bool holds_configuration(PyObject* name, PyObject* value) {
   const PyTypeObject* type = Py_TYPE(value);
   if (type->tp_weaklistoffset == 0) return false;
   if (is_configuration(value)) return true;
-  static const py::str& call = interned("__call__");
+  static const py::str &call = interned("__call__"), &config = interned("config");
   const bool has_attributes = type->tp_dictoffset != 0 && !is_plain(value) &&
                               !PyType_Check(value) && !PyDict_Check(value) && !is_tensor(value);
-  return has_attributes && ends_with(name, "config") &&
+  return has_attributes && ends_with(name, config) &&
          _PyType_Lookup(Py_TYPE(value), call.ptr()) == nullptr;
 }
 

@@ -2,6 +2,7 @@
 #include "csrc/watch/state_watch.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -29,14 +30,14 @@ struct StateWatch::Owner {
   std::string place;
 
   DictFlag has_changed = std::make_shared<bool>(true);
-  // Of its dictionaries, the own one first: each is there as long as those before it do not change.
-  std::vector<std::pair<PyObject*, uint64_t>> versions;
-  const PyTypeObject* type = nullptr;
+  DictVersions versions;  // of its dictionaries, the own one first
+  PyTypeObject* type = nullptr;
   PyObject* attributes = nullptr;  // of a module or configuration the own one
   // Of a class: Python gives it another one whenever it, or one above it, changes.
   unsigned int tag = 0;
   bool computes_mode = false;  // a scripted module's `training` is in no dictionary
   size_t hash = 0, containers = 0;
+  size_t followed = 0;  // what of it has items of its own: its class and its configurations
   // Borrowed from the owner's dictionary: there as long as that one does not change.
   StateItems mutables, configurations;
   // Likewise.
@@ -53,11 +54,11 @@ struct StateWatch::Owner {
 
   bool is_current() const {
     if (*has_changed || computes_mode || !has_its_tag() || !has_its_dict()) return false;
-    return std::all_of(versions.begin(), versions.end(),
-                       [](const auto& known) { return dict_version(known.first) == known.second; });
+    return versions.are_current();
   }
 
-  void read(const StateRules& rules) {
+  // Returns whether something else of it has items of its own.
+  bool read(const StateRules& rules) {
     *has_changed = false;
     watch_dicts();
     mutables.clear();
@@ -67,12 +68,15 @@ struct StateWatch::Owner {
     for (const StateItem& item : items(rules)) {
       for (PyObject* dict : item.dicts) {
         watch_content(dict, has_changed);
-        versions.emplace_back(dict, dict_version(dict));
+        versions.add(dict);
       }
       (item.is_mutable ? containers : hash) += summand(item);
       if (item.is_mutable) mutables.push_back(item);
       if (item.is_configuration) configurations.push_back(item);
     }
+    Hash now(type == nullptr ? 0 : serial_of(reinterpret_cast<PyObject*>(type)));
+    for (const StateItem& item : configurations) now.mix(item.hash);
+    return std::exchange(followed, now.value()) != now.value();
   }
 
   // It may be given another class or dictionary, which is written in no dictionary.
@@ -84,15 +88,6 @@ struct StateWatch::Owner {
   bool has_its_dict() const {
     const bool has_one = kind == Kind::kModule || kind == Kind::kConfiguration;
     return !has_one || has_attributes(reference.ptr(), attributes);
-  }
-
-  // Which of its tensors are trained; no dictionary tells.
-  size_t trained() const {
-    size_t sum = 0;
-    for (const StateTensor& each : tensors) {
-      if (tensor_of(each.tensor).requires_grad()) sum += each.hash;
-    }
-    return sum;
   }
 
   // Nothing else tells that a class has changed.
@@ -114,6 +109,7 @@ struct StateWatch::Owner {
   void watch_dicts() {
     versions.clear();
     attributes = nullptr;
+    type = nullptr;
     if (kind == Kind::kAllModules) {
       for (PyObject* table : global_hook_tables()) watch_one(table);
       return;
@@ -139,7 +135,7 @@ struct StateWatch::Owner {
   void watch_one(PyObject* dict) {
     if (dict == nullptr || !PyDict_Check(dict)) return;
     watch_dict(dict, has_changed);
-    versions.emplace_back(dict, dict_version(dict));
+    versions.add(dict);
   }
 
   static unsigned int tag_of(const py::object& type) {
@@ -153,10 +149,9 @@ struct StateWatch::Owner {
   }
 };
 
-StateWatch::StateWatch(py::list modules, py::object block, const py::iterable& left_out,
-                       py::object is_expected_hook, py::list keys, at::Device device)
-    : keys_(std::move(keys)),
-      block_(std::move(block)),
+StateWatch::StateWatch(const py::list& modules, py::object block, const py::iterable& left_out,
+                       py::object is_expected_hook, at::Device device)
+    : block_(std::move(block)),
       is_expected_hook_(std::move(is_expected_hook)),
       reads_scalars_(!device.is_cpu()) {
   const py::object empty = py::module_::import("torch.nn").attr("Module")();
@@ -183,26 +178,34 @@ size_t StateWatch::now(bool whole) {
   refresh();
   if (whole) read_containers();
   Hash hash(hash_);
-  hash.mix(list_of_layers());
-  for (const auto& owner : owners_) hash.mix(owner->trained());
+  PyObject* const list = list_of_layers();
+  hash.mix(list == nullptr ? 0 : serial_of(list));
+  hash.mix(which_are_trained());
   if (!keys_.empty()) hash.mix(of_keys());
   return hash.value();
 }
 
-bool StateWatch::sees_layers() const {
-  static const py::str& layers = interned("layers");
+std::optional<size_t> StateWatch::layers() const {
+  static const py::str &modules = interned("_modules"), &layers = interned("layers");
   const py::object block = referent(block_.ptr());
-  return block && entry(attributes_of(block.ptr()).ptr(), layers) == nullptr &&
-         _PyType_Lookup(Py_TYPE(block.ptr()), layers.ptr()) == nullptr;
+  const bool sees_them = block && entry(attributes_of(block.ptr()).ptr(), layers) == nullptr &&
+                         _PyType_Lookup(Py_TYPE(block.ptr()), layers.ptr()) == nullptr;
+  PyObject* const list = sees_them ? list_of_layers() : nullptr;
+  PyObject* const table = list == nullptr ? nullptr : entry(attributes_of(list).ptr(), modules);
+  if (table == nullptr || !PyDict_Check(table)) return {};
+  Hash hash(serial_of(list));
+  PyObject *name = nullptr, *layer = nullptr;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(table, &place, &name, &layer)) hash.mix(serial_of(layer));
+  return hash.value();
 }
 
 // A forward of the block has something else stand in for its attribute.
-uint64_t StateWatch::list_of_layers() const {
+PyObject* StateWatch::list_of_layers() const {
   static const py::str &modules = interned("_modules"), &layers = interned("layers");
   const py::object block = referent(block_.ptr());
   PyObject* table = block ? entry(attributes_of(block.ptr()).ptr(), modules) : nullptr;
-  PyObject* list = table != nullptr && PyDict_Check(table) ? entry(table, layers) : nullptr;
-  return list == nullptr ? 0 : serial_of(list);
+  return table != nullptr && PyDict_Check(table) ? entry(table, layers) : nullptr;
 }
 
 void StateWatch::look_at_objects() {
@@ -222,22 +225,23 @@ void StateWatch::refresh() {
   const bool was_read = is_read_;  // else an error may have ended the last look halfway
   is_read_ = false;
   const StateRules rules = this->rules();
-  const auto look_at = [&](const std::vector<std::unique_ptr<Owner>>& owners) {
-    bool has_changed = false;
+  bool has_changed = classes_changed || !was_read, have_others = !was_read;
+  const auto look_at = [&](const Owners& owners) {
     for (const auto& owner : owners) {
       if (owner->is_current()) continue;
-      owner->read(rules);
       has_changed = true;
+      have_others = owner->read(rules) || have_others;
     }
-    return has_changed;
   };
-  const bool modules_changed = look_at(owners_) || !was_read;
-  if (modules_changed) follow_configurations();
-  if (modules_changed || classes_changed) follow_classes();
-  const bool configurations_changed = look_at(configurations_);
-  const bool class_values_changed = look_at(classes_);
-  if (modules_changed || classes_changed || configurations_changed || class_values_changed)
+  look_at(owners_);
+  if (have_others) follow_configurations();
+  if (have_others || classes_changed) follow_classes();
+  look_at(configurations_);
+  look_at(classes_);
+  if (has_changed) {
     combine();
+    follow_tensors();
+  }
   seen_ = events;
   is_read_ = true;
   for (const auto& owner : owners_) is_read_ = is_read_ && !owner->computes_mode;
@@ -314,6 +318,35 @@ void StateWatch::combine() {
   hash_ = hash.value();
 }
 
+void StateWatch::follow_tensors() {
+  tensors_.clear();
+  for (const auto& owner : owners_) {
+    for (const StateTensor& each : owner->tensors) tensors_.push_back({each.tensor, false});
+  }
+  trained_.reset();
+}
+
+// No dictionary tells of it, so each tensor is asked in each call.
+size_t StateWatch::which_are_trained() {
+  bool is_known = trained_.has_value();
+  for (Flag& each : tensors_) {
+    const bool is_trained = requires_grad(each.tensor);
+    is_known = is_known && is_trained == each.is_trained;
+    each.is_trained = is_trained;
+  }
+  if (is_known) return *trained_;
+  Hash hash;
+  for (const auto& owner : owners_) {
+    size_t sum = 0;
+    for (const StateTensor& each : owner->tensors) {
+      if (requires_grad(each.tensor)) sum += each.hash;
+    }
+    hash.mix(sum);
+  }
+  trained_ = hash.value();
+  return *trained_;
+}
+
 size_t StateWatch::of_keys() const {
   Hash hash;
   for (const py::handle key : keys_) hash.mix(ValueHasher(reads_scalars_)(key().ptr()));
@@ -331,7 +364,7 @@ py::list StateWatch::items() {
   for (size_t i = 0; i < owners_.size(); ++i) {
     for (const StateItem& item : owners_[i]->items(rules)) append(i, "", item);
     for (const StateTensor& each : owners_[i]->tensors) {
-      PyObject* flag = tensor_of(each.tensor).requires_grad() ? Py_True : Py_False;
+      PyObject* flag = requires_grad(each.tensor) ? Py_True : Py_False;
       append(i, "requires_grad of ", {each.name, flag, ValueHasher()(flag)});
     }
   }

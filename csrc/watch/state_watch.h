@@ -30,6 +30,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "csrc/watch/state_items.h"
@@ -40,15 +42,19 @@ class StateWatch {
  public:
   // `modules`: weak references. `block`: one to the module in whose attribute `layers` they are, or
   // a dead one. `left_out`: names of attributes. `is_expected_hook`: whether the
-  // caller answers for a hook. `keys`: functions of the caller. `device`: where graphs run.
-  StateWatch(pybind11::list modules, pybind11::object block, const pybind11::iterable& left_out,
-             pybind11::object is_expected_hook, pybind11::list keys, at::Device device);
+  // caller answers for a hook. `device`: where graphs run.
+  StateWatch(const pybind11::list& modules, pybind11::object block,
+             const pybind11::iterable& left_out, pybind11::object is_expected_hook,
+             at::Device device);
   ~StateWatch();
   StateWatch(const StateWatch&) = delete;
   StateWatch& operator=(const StateWatch&) = delete;
 
-  // Whether the block has its layers among its modules, and nothing stands before them.
-  bool sees_layers() const;
+  // Functions of the caller: what they return is part of the state from now on.
+  void set_keys(pybind11::list keys) { keys_ = std::move(keys); }
+  // Which list the block has among its modules, and which layers are in it. None where something
+  // stands before it.
+  std::optional<size_t> layers() const;
   // The state of now. `whole`: the content of containers too, else as it was when last read.
   size_t now(bool whole);
 
@@ -58,6 +64,10 @@ class StateWatch {
 
  private:
   struct Owner;
+  struct Flag {
+    PyObject* tensor;  // borrowed from its owner
+    bool is_trained;   // at the last look
+  };
   class Followed;
   using Owners = std::vector<std::unique_ptr<Owner>>;
 
@@ -66,13 +76,15 @@ class StateWatch {
   bool have_classes_changed() const;
   void follow_classes();
   void follow_configurations();
+  void follow_tensors();
   void read_containers();
   void combine();
-  uint64_t list_of_layers() const;
+  size_t which_are_trained();
+  PyObject* list_of_layers() const;
   size_t of_keys() const;
   StateRules rules() const { return {skipped_, is_expected_hook_, reads_scalars_}; }
 
-  const pybind11::list keys_;
+  pybind11::list keys_;
   const pybind11::object block_, is_expected_hook_;
   const bool reads_scalars_;
   pybind11::set skipped_;  // names of attributes
@@ -80,6 +92,8 @@ class StateWatch {
   uint64_t seen_ = 0;  // how many events there were at the last look
   bool is_read_ = false;
   size_t hash_ = 0;
+  std::vector<Flag> tensors_;      // of all owners
+  std::optional<size_t> trained_;  // a hash of which of them are
 };
 
 }  // namespace megagraph

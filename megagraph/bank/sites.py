@@ -97,6 +97,11 @@ class _OfModule:
             raise RuntimeError(f"the module of {self.name} does not exist any more")
         return module
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the module does not exist any more, or one of several."""
+        return self._module() is None
+
     def call(self, given: Any, **arguments: Any) -> Any:
         """Runs it eagerly."""
         return self._forward(self.module, given, **arguments)
@@ -199,6 +204,10 @@ class JoinedSites(SiteSpec):
         )
         self._sites = tuple(sites)
         self.calls = sum(site.calls for site in sites)
+
+    @property
+    def is_gone(self) -> bool:
+        return any(site.is_gone for site in self._sites)
 
     def call(self, given: Any, **arguments: Any) -> Any:
         for site in self._sites:

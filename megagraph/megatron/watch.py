@@ -105,19 +105,21 @@ _UNREAD_BUFFERS = ("cos_cached", "sin_cached")
 
 
 def _modules_of(specs: Sequence[SiteSpec]) -> list[tuple[nn.Module, bool]]:
-    """The modules of some sites, and whether graphs read their parameters and buffers."""
+    """The modules of the sites that are there, and whether graphs read their parameters and buffers."""
     return [
         (module, module in owners)
         for spec in specs
+        if not spec.is_gone
         for owners in [{*spec.owners()}]
         for module in spec.modules()
     ]
 
 
 def _state_of(specs: Sequence[SiteSpec]) -> list[Tensor]:
-    """What graphs of some sites write that no module owns."""
-    specs = [*{spec.state: spec for spec in specs}.values()]  # scopes name the same for all of their sites
-    return [tensor for spec in specs for tensor in spec.further_state()]
+    """What graphs of the sites that are there write and no module owns."""
+    # Scopes name the same for all of their sites.
+    each = {spec.state: spec for spec in specs if not spec.is_gone}.values()
+    return [tensor for spec in each for tensor in spec.further_state()]
 
 
 class LayerWatch(_C.ModuleWatch):
@@ -149,25 +151,27 @@ class LayerWatch(_C.ModuleWatch):
             self._watch_state()
 
     def _watch_state(self) -> None:
-        self._keys_seen = _registered()
-        guarded = [module for _name, module in self._guarded()]
-        modules = [weakref.ref(module) for module in guarded]
-        layer_list = getattr(self._block(), "layers", None)
-        modules += [weakref.ref(layer_list)] if isinstance(layer_list, nn.Module) else []
-        parameters = (parameter for module in guarded for parameter in module.parameters())
-        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-        self._state = _C.StateWatch(
-            modules, self._block, IGNORED_ATTRIBUTES, self._is_expected_hook, self._keys(), device
-        )
-        self.set_state(self._state)
-
-    def _guarded(self) -> list[tuple[str, nn.Module]]:
-        return [
+        guarded = [
             (spec.within(name), module)
             for index, spec in enumerate(self._specs)
             if index not in self.stay_eager
             for name, module in spec.named_modules()
         ]
+        parameters = (parameter for _name, module in guarded for parameter in module.parameters())
+        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        layer_list = getattr(self._block(), "layers", None)
+        if isinstance(layer_list, nn.Module):
+            guarded.append(("the list of layers", layer_list))
+        # Kept, since a module may be gone by the time that somebody asks what has changed.
+        self._names = [*(name for name, _module in guarded), "all modules"]
+        modules = [weakref.ref(module) for _name, module in guarded]
+        self._state = _C.StateWatch(modules, self._block, IGNORED_ATTRIBUTES, self._is_expected_hook, device)
+        self._ask_keys()
+        self.set_state(self._state)
+
+    def _ask_keys(self) -> None:
+        self._keys_seen = _registered()
+        self._state.set_keys(self._keys())
 
     def has_keys_of_now(self) -> bool:
         """Whether the functions that are part of the state are all that there are by now."""
@@ -176,15 +180,14 @@ class LayerWatch(_C.ModuleWatch):
     def whole_state(self) -> int:
         """Between steps: `state(True)`, with the functions that are part of it by now."""
         if not self.has_keys_of_now():
-            self._watch_state()
+            self._ask_keys()
         return self.state(True)
 
     def state_items(self) -> dict[str, tuple[int, str]]:
         """The first value of the state with each name: its hash, and what it is in words."""
-        names = [*(name for name, _module in self._guarded()), "the list of layers", "all modules"]
         items: dict[str, tuple[int, str]] = {}
         for index, name, value, words in self._state.items():
-            items.setdefault(f"{names[index]}: {name}", (value, words))
+            items.setdefault(f"{self._names[index]}: {name}", (value, words))
         return items
 
     def leave_out(self, stay_eager: Collection[int]) -> bool:

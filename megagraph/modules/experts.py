@@ -5,15 +5,40 @@ Nothing here reads a count on the host: buffers hold rows x top-k rows whatever 
 where each expert's end, and what lies past the last one is never read. Does not choose experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from megagraph.modules.linear_maps import linear_map
+__all__ = ["GroupedLinear", "SortedRows", "linear_map"]
 
-__all__ = ["GroupedLinear", "SortedRows"]
+
+class _LinearMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.back = back
+        out: Tensor = there(x, *tensors)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        return ctx.back(grad, *tensors), None, None, *(None for _ in tensors)
+
+
+def linear_map(x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *maps: Tensor) -> Tensor:
+    """Applies `there(x, *maps)`, whose gradient is `back(grad, *maps)`. Differentiable once, in x only.
+
+    For moves of rows: autograd's own gradient of them would add with atomics.
+    """
+    out: Tensor = _LinearMap.apply(x, there, back, *maps)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _copied(x: Tensor, rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
@@ -126,9 +151,14 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError: on a GPU in another dtype than bfloat16, in which torch would wait for the offsets.
         """
+        weight: Tensor = self.weight
+        device = x.device.type
+        if torch.is_autocast_enabled(device):  # which casts for products that it knows
+            dtype = torch.get_autocast_dtype(device)
+            x, weight = x.to(dtype), weight.to(dtype)
         if x.is_cuda and x.dtype is not torch.bfloat16:
             raise ValueError(f"GroupedLinear: expected bfloat16 on a GPU, got {x.dtype}")
-        return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=offsets)
+        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
     def extra_repr(self) -> str:
         experts, out_features, in_features = self.weight.shape

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from megagraph.modules.linear_maps import linear_map
+from megagraph.modules.experts import linear_map
 from megagraph.packs import ops
 
 __all__ = ["Norm", "VarlenAttention"]

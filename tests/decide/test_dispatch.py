@@ -35,7 +35,7 @@ def dispatcher(
     made = _C.Dispatcher(**options)
     made.set_capacities(bank)
     watch = _C.ModuleWatch(list, list, ())
-    watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
+    watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool))
     core = _C.GraphBank(torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, run_eager_alike=None)
     made.use(core, {}, eager, watch)
     made.states.agree(made.states.local_state(0, watch.state(True), 0))

@@ -124,6 +124,21 @@ def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there_in_eager_m
     assert run.report["eager"]["WARMING_UP"] == rig.LAYERS * len(warm_up)
 
 
+@pytest.mark.parametrize("evaluations", [1, 21])
+def test_evaluations_alone_teach_capacities_only_where_nobody_trains(
+    install: rig.Install, evaluations: int
+) -> None:
+    """Bug: the first one did, whose packs were smaller than those of the training behind it."""
+    install(capacities=())
+    pair, small = rig.Pair(), rig.Micro(lengths=(9, 7))
+    for _ in range(evaluations):
+        pair.evaluate(small)
+    assert bool(pair.report()["replays"]) == (evaluations > 1)
+    pair.step(rig.ONE, times=2)
+    tokens = {each["tokens"] for each in pair.report()["capacities"]}
+    assert tokens == {small.physical if evaluations > 1 else rig.ONE.physical}
+
+
 # Of each form in each step: plain, padded, padded with a tail, with a tail alone.
 FORMS = [
     [

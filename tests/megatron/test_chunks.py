@@ -2,6 +2,7 @@
 """Neighbouring layers in one graph for each pass: the bits of eager, cut where needed and nowhere else."""
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -158,14 +159,20 @@ def test_a_hook_that_comes_later_cuts_and_one_that_goes_joins_again(pair: rig.Pa
     assert pair.report()["eager"]["FOREIGN_HOOK"] > 0
 
 
-def test_other_layers_are_joined_anew(pair: rig.Pair) -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_other_layers_are_joined_anew(pair: rig.Pair, is_kept: bool) -> None:
+    """Bug: a step without graphs, and the one after it, asked a layer that nobody had any more."""
     pair.step(rig.ONE, times=3)
-    decoders = [trainer.chunk.decoder for trainer in pair.both]
-    gone = [decoder.layers[5] for decoder in decoders]
-    for decoder in decoders:
-        del decoder.layers[5]
+    kept = []
+    for trainer in pair.both:
+        kept += [trainer.chunk.decoder.layers[5]] * is_kept
+        del trainer.chunk.decoder.layers[5]
+        megagraph.watch(trainer.chunk, key=int)
+    gc.collect()
+    for trainer in pair.both:
+        rig.step(trainer, [rig.TWO], eager=True)
     pair.step(rig.TWO, times=3)
-    assert sites(pair) == ["layers 0 to 4"] and len(gone) == 2
+    assert sites(pair) == ["layers 0 to 4"] and len(kept) == 2 * is_kept
 
 
 def test_memory_that_moves_is_captured_again_as_one(pair: rig.Pair) -> None:

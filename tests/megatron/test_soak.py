@@ -2,11 +2,15 @@
 """Random models, hosts and changes (tests/soak): a few seeds, and what is said of one that fails."""
 
 import dataclasses
+from typing import Any
 
 import pytest
+from soak.changes import CHANGES
 from soak.scenarios import Scenario, draw
 from soak.shrink import shrink
 from soak.twins import run
+
+import megagraph
 
 EVENTS = 30
 SEEDS = [range(first, first + 3) for first in (1, 4)]
@@ -46,3 +50,11 @@ def test_a_difference_ends_a_scenario_and_is_told() -> None:
     broken = dataclasses.replace(scenario, events=(("trains", {"packs": [], "model": 0, "how": None}),))
     outcome = run(broken)
     assert outcome.failure == "EagerRaises" and not outcome.has_failed and outcome.at == 0
+
+
+def test_an_error_of_the_plugins_own_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: it counted as one of the host's, since the eager twin raises it as well."""
+    nothing: Any = None
+    monkeypatch.setitem(CHANGES, "watch of nothing", lambda _trainer: megagraph.watch(nothing, key=int))
+    outcome = run(dataclasses.replace(draw(1, EVENTS), events=(("changes", {"name": "watch of nothing"}),)))
+    assert outcome.failure == "TypeError" and outcome.has_failed

@@ -38,9 +38,11 @@ def watch_of(
     device: str = "cpu",
 ) -> _C.StateWatch:
     references = [weakref.ref(child) for module in modules for child in module.modules()]
-    return _C.StateWatch(
-        references, weakref.ref(modules[0]), left_out, lambda hook: False, list(keys), torch.device(device)
+    watch = _C.StateWatch(
+        references, weakref.ref(modules[0]), left_out, lambda hook: False, torch.device(device)
     )
+    watch.set_keys(list(keys))
+    return watch
 
 
 def test_an_address_that_is_used_again_is_another_object() -> None:
@@ -105,7 +107,7 @@ def test_an_error_halfway_leaves_no_stale_hash() -> None:
         return False
 
     references = [weakref.ref(child) for child in layer.modules()]
-    watch = _C.StateWatch(references, weakref.ref(layer), [], is_expected, [])
+    watch = _C.StateWatch(references, weakref.ref(layer), [], is_expected)
     before = watch.now(True)
     layer.scale = 2.0  # of the module that is read first
     handle = layer.inner.register_forward_hook(lambda *_: None)

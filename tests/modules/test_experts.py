@@ -63,6 +63,17 @@ def test_grouped_products_are_those_of_every_expert(topk: int) -> None:
     assert not found[2][-1].any() and not found[3][-1].any()
 
 
+def test_products_under_autocast_are_those_of_linear_layers() -> None:
+    """Bug: torch's grouped product has no rule of autocast's, and refused rows that came from one with."""
+    made, x = linear(HIDDEN, INNER), torch.randn(EXPERTS, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made(x.bfloat16(), torch.arange(1, EXPERTS + 1, dtype=torch.int32))
+        expected = [F.linear(x[i], made.weight[i]) for i in range(EXPERTS)]
+    torch.testing.assert_close(out, torch.stack(expected))
+    out.backward(torch.ones_like(out))
+    assert made.weight.grad is not None and made.weight.grad.dtype is torch.float32
+
+
 def test_what_lies_past_the_rows_of_experts_reaches_nothing() -> None:
     rows = SortedRows.of(choices(2), 2)
     y = torch.full((2 * ROWS, HIDDEN), torch.nan)

@@ -9,7 +9,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import megatron_rig as rig
 import moe_rig
@@ -30,6 +31,7 @@ from .scenarios import Scenario
 
 __all__ = ["Outcome", "Twins", "run"]
 
+PLUGIN = Path(megagraph.__file__).parent
 CALM_STEPS = 6  # in which graphs have to come back, once all is as it was
 CALM = [{"lengths": [9, 20]}, {"lengths": [3, 30, 8], "seed": 1}]
 # Reasons for which layers have no graph.
@@ -68,6 +70,14 @@ class Outcome:
     @property
     def has_failed(self) -> bool:
         return self.failure not in (None, EagerRaises.__name__, AsGiven.__name__)
+
+
+def _raise_for_host(error: Exception) -> NoReturn:
+    """Ends a scenario that is none, unless it is the plugin's own code that has raised."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    if raised_in.is_relative_to(PLUGIN) and not raised_in.is_relative_to(PLUGIN / "demo"):
+        raise error
+    raise EagerRaises(repr(error)) from error
 
 
 class Twins:
@@ -153,7 +163,7 @@ class Twins:
             try:
                 one = work_of(pair.eager)
             except Exception as error:
-                raise EagerRaises(repr(error)) from error
+                _raise_for_host(error)
         before = self._report_of(pair.graphed)
         other = work_of(pair.graphed)
         try:
@@ -173,7 +183,7 @@ class Twins:
         try:
             undos = [do(trainer) for trainer in (both[:1] if name in OF_ALL_MODELS else both)]
         except Exception as error:  # such as hooks on parameters that are frozen
-            raise EagerRaises(repr(error)) from error
+            _raise_for_host(error)
         self.undos.append(lambda: [undo() for undo in reversed(undos)] and None)
 
     def account(self) -> None:

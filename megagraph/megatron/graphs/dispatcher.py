@@ -29,7 +29,9 @@ from megagraph.packs.ops import TailConvention
 
 __all__ = ["Dispatcher", "MicroBatch"]
 
-_PATIENCE = 20  # steps that this rank waits for another one until it says so
+# Steps that this rank waits for another one until it says so, and for packs to train on, since those of
+# evaluations are smaller, until it learns from evaluations alone.
+_PATIENCE = 20
 
 
 class Dispatcher(_C.Dispatcher):
@@ -66,7 +68,7 @@ class Dispatcher(_C.Dispatcher):
         # Whether every micro-batch has a padding mask, which its ranks share with the rows.
         self.masks_at_entry = masks_tail and pads_at_entry
         self._tail, self._context = config.tail, context
-        self._waited = 0  # steps
+        self._waited = self._evaluations = 0  # steps
         largest = context.sizes[-1]
         for each in config.all_capacities(largest):
             if each.max_seqlen > each.tokens * largest:
@@ -134,7 +136,9 @@ class Dispatcher(_C.Dispatcher):
         Ranks need not have counted the same packs: one may not have been able to read some, or has offsets
         that are longer. So all of them learn the same from the most that any has met.
         """
-        is_warm, extra_seqs, sizes = bool(self.due.warmed_up), self._tail.extra_seqs, self._context.sizes
+        extra_seqs, sizes, warm = self._tail.extra_seqs, self._context.sizes, self.due.warmed_up
+        self._evaluations += bool(warm)
+        is_warm = any(kind.grad for kind in warm) or self._evaluations >= _PATIENCE
         needs = needs_of([*self.observed], extra_seqs)
         somebody_waits, tokens, *num_seqs = max_over_ranks([int(not is_warm), *needs])
         if somebody_waits:

@@ -95,7 +95,7 @@ class ContextRanks:
             self._of_sizes, self.is_whole = found, True
         if self._watch is None or self._watch.now(True) != self._state:
             modules, block = [weakref.ref(module) for module in model.modules()], weakref.ref(model.decoder)
-            self._watch = _C.StateWatch(modules, block, IGNORED_ATTRIBUTES, lambda _hook: True, [])
+            self._watch = _C.StateWatch(modules, block, IGNORED_ATTRIBUTES, lambda _hook: True)
             self._places = _C.RankPlaces(
                 *(model.modules(), COLLECTIONS, seams.moe_records),
                 weighs_losses=not seams.router_losses_count_ranks(),

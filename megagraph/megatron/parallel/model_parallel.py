@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.megatron.parallel.groups import groups_of_pack
 from megagraph.megatron.seams import GPT_FORWARD
-from megagraph.modules.linear_maps import linear_map
+from megagraph.modules.experts import linear_map
 
 __all__ = [
     *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "shared_anew", "slots_of"),

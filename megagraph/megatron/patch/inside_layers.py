@@ -24,7 +24,7 @@ from torch import Tensor, distributed
 
 from megagraph._C import is_by_token, is_canonical, with_tail_as_document
 from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam, is_megatrons_rope
-from megagraph.modules.linear_maps import linear_map
+from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
 
