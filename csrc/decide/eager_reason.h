@@ -62,13 +62,6 @@ inline constexpr std::array<const char*, 24> kEagerReasonNames = {
     "STATE_CHANGED",
     "VERIFY_FAILED",
 };
-// Whether it depends on what a rank alone may meet inside of a step: somebody's modes, settings,
-// tensors. All others are known before it, or are the same on every rank, as the program is.
-constexpr bool may_be_of_one_rank(EagerReason reason) {
-  return reason == EagerReason::kSignatureChanged || reason == EagerReason::kRecomputing ||
-         reason == EagerReason::kNesting || reason == EagerReason::kNumericsChanged ||
-         reason == EagerReason::kParametersChanged;
-}
 static_assert(kEagerReasonNames.size() == static_cast<size_t>(EagerReason::kVerifyFailed) + 1);
 
 }  // namespace megagraph

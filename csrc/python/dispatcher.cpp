@@ -43,7 +43,10 @@ std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
                                              bool look_at_grads) {
   wait_for_tensors(bank);
   const auto reason = bank.begin(variant, sources, look_at_grads);
-  if (reason) bank.run_eager_alike(variant, /*site=*/-1, *reason);
+  // How many passes are to come is the same on ranks that run the same packs, as the program is.
+  if (reason && reason != EagerReason::kNoFreeSlot) {
+    bank.run_eager_alike(variant, /*site=*/-1, *reason);
+  }
   return reason;
 }
 
@@ -182,7 +185,8 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
     reason = EagerReason::kWarmingUp;
   } else if (!is_reference && variants_.count(key) == 0) {
     const auto why = eager_variants_.find(key);
-    has_no_graph = why != eager_variants_.end();
+    // Another rank may be in another state, and replay: its collectives are of as many rows.
+    has_no_graph = why != eager_variants_.end() && (options_.ranks == 1 || is_state_agreed(key));
     if (has_no_graph && !is_skipped) reason = why->second;
   }
   auto batch = std::make_unique<MicroBatch>(
@@ -200,15 +204,14 @@ bool Dispatcher::begin(MicroBatch& batch) {
   if (!batch.reason()) {
     batch.set_reason(lease(batch));
     if (!batch.reason()) return true;
-    const int64_t cp_size = batch.key().cp_size;
-    if (!options_.run_alike && cp_size > 1 && batch.reason() == EagerReason::kNoFreeSlot) {
-      throw std::runtime_error(
-          "no slot is free for a pack that " + std::to_string(cp_size) +
-          " ranks share, and another rank may have one: expected as many cuda_graph_slots as "
-          "micro-batches are in flight");
-    }
   }
+  const bool is_agreed = is_eager_agreed(batch);
   batch.set_reason(explain(batch.key().kind(), *batch.reason()));
+  if (!is_agreed) {
+    const auto variant = variants_.find(batch.key());
+    const int index = variant == variants_.end() ? -1 : variant->second;
+    bank_->run_eager_alike(index, /*site=*/-1, *batch.reason());
+  }
   count(batch);
   return false;
 }
@@ -234,6 +237,23 @@ std::optional<EagerReason> Dispatcher::lease(const MicroBatch& batch) {
   }
   const auto why = eager_variants_.find(batch.key());
   return why == eager_variants_.end() ? EagerReason::kWarmingUp : why->second;
+}
+
+bool Dispatcher::is_eager_agreed(const MicroBatch& batch) const {
+  if (reason_ || (batch.key().grad && gradients_reason_)) return true;
+  switch (*batch.reason()) {
+    case EagerReason::kNoFreeSlot:
+      return options_.run_alike;
+    case EagerReason::kTooManySequences:
+    case EagerReason::kSequenceTooLong:
+      return true;
+    case EagerReason::kDisabled:
+    case EagerReason::kSuspended:
+      break;
+    default:  // of a variant with graphs begin_micro_batch() has asked
+      if (variants_.count(batch.key()) != 0) return true;
+  }
+  return is_state_agreed(batch.key()) && eager_variants_.count(batch.key()) != 0;
 }
 
 EagerReason Dispatcher::explain(const VariantKey& kind, EagerReason reason) {

@@ -47,7 +47,7 @@ struct DispatchOptions {
 };
 
 // `GraphBank::begin()`, after waiting for tensors that other threads are about to free: Note [Other
-// threads] in slot_ring.h. What runs eager does so alike on all ranks.
+// threads] in slot_ring.h. What others may not know of runs eager alike on all ranks.
 std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
                                              const std::vector<at::Tensor>& sources,
                                              bool look_at_grads);
@@ -141,6 +141,11 @@ class Dispatcher {
   std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
   std::optional<EagerReason> eager_reason_of_step(bool is_skipped, bool grad) const;
   std::optional<EagerReason> lease(const MicroBatch& batch);
+  // Whether the state is that of the last boundary, where ranks have said theirs.
+  bool is_state_agreed(const VariantKey& key) const { return key.state == states_.current(); }
+  // Whether all that share the pack run an eager micro-batch eager: it was said before the step, or
+  // shows on each. Else this rank may be the only one.
+  bool is_eager_agreed(const MicroBatch& batch) const;
   EagerReason explain(const VariantKey& kind, EagerReason reason);
   void count(const MicroBatch& batch);
   std::shared_ptr<CanonicalPacks> packs_of(const VariantKey& key);

@@ -33,7 +33,7 @@ def test_what_fails_is_made_as_short_and_plain_as_it_can_be() -> None:
     seed = next(seed for seed in range(1000) if _fails(draw(seed, EVENTS)))
     small = shrink(draw(seed, EVENTS), _fails, 10.0)
     (one, first), (other, second) = small.events
-    assert (one, other) == ("suspends", "trains") and first == {}
+    assert (one, other) == ("suspends", "trains") and first == {"ranks": [0, 1]}
     assert second == {"packs": [{"lengths": [9, 20]}], "model": 0, "how": None}
     assert small.kind == "dense" and small.scopes == () and small.plugin["verify"] == 3
 

@@ -2,7 +2,7 @@
 """Tensor parallelism over two ranks: the bits of eager, and what happens where one rank cannot go on."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ STEP_CALLS = parallel_jobs.PACKS * LAYERS
 CALLS = STEPS * STEP_CALLS
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
 SHARES: dict[str, Any] = {"sequence_parallel": True}
+NOTHING = contextlib.nullcontext()
 SHARED_ROWS = {**TENSOR_PARALLEL, **SHARES}
 
 
@@ -164,24 +165,93 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
         assert report["graphs"] == (2 + 1) * LAYERS and report["failures"] == []
 
 
+NOTE = "of nobody's"
+
+
+def trained(trainer: Trainer, *, met: bool) -> tuple[Any, Sequence[rig.Micro]]:
+    """What holds a note, of layers that have graphs without it, and with it if they have `met` it."""
+    (micros,) = parallel_jobs.steps_of(1)
+    holder = trainer.chunk.decoder.layers[1].mlp
+    rig.step(trainer, micros, times=2)
+    if met:
+        holder.note = NOTE
+        rig.step(trainer, micros, times=2)
+        del holder.note
+        rig.step(trainer, micros)
+    trainer.zero_grad()
+    return holder, micros
+
+
+@pytest.mark.parametrize("how", ["note", "skip"])
 @on_ranks(2, tensor_parallel=2)
-def test_a_change_inside_of_a_step_on_one_rank_alone_is_an_error_that_names_it() -> None:
+def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names_it(how: str) -> None:
+    """Bug: it ran eager, while the others replayed the collectives of their graphs."""
     megagraph.install(rig.graph_config())
     trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
-    (micros,) = parallel_jobs.steps_of(1)
-    for _ in range(2):
-        rig.step(trainer, micros)
+    holder, micros = trained(trainer, met=False)
+    rank, left = distributed.get_rank(), len(micros)
+
+    def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and how == "note":
+            holder.note = NOTE
+        with megagraph.disable_cuda_graphs_this_step() if left == 0 and how == "skip" else NOTHING:
+            return rig.forward(chunk, next(data), trainer.device)
+
+    if rank == 1:  # whose graphs would wait
+        rig.schedule(trainer.model, micros, left - 1, trainer.device)
+        tokens, _, _, positions = micros[-1].row_lists()
+        trainer.chunk.embedding(tokens[None].to(trainer.device), positions[None].to(trainer.device))
+        return
+    why = {
+        "note": r"STATE_CHANGED; changed: layer 1.mlp: note nothing -> \"of nobody's\"",
+        "skip": "DISABLED",
+    }
+    told = (
+        rf"^rank 0 has to run a micro-batch eager \({why[how]}\), and other ranks that share the pack do not"
+    )
+    soon = mock.patch.object(parallel.peers, "patience_of_job", lambda: timedelta(seconds=1))
+    with soon, pytest.raises(RuntimeError, match=told):
+        rig.run_schedule(trainer.model, forward_step, micros, left)
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_a_change_inside_of_a_step_on_one_rank_alone_to_what_has_graphs_is_one_before_the_next_step() -> None:
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    holder, micros = trained(trainer, met=True)
 
     def changing() -> Iterator[rig.Micro]:
         for index, micro in enumerate(micros):
             if index == len(micros) - 1 and distributed.get_rank() == 0:
-                trainer.chunk.decoder.layers[1].mlp.note = "of nobody's"
+                holder.note = NOTE
             yield micro
 
     rig.schedule(trainer.model, changing(), len(micros), trainer.device)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match="inside a step the layers' state changed on some of the ranks"):
         rig.step(trainer, micros)
-    assert 'rank 0: layer 1.mlp: note nothing -> "of nobody\'s"; rank 1: nothing' in str(error.value)
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_a_skip_that_ends_inside_of_a_step_on_one_rank_alone_leaves_it_eager() -> None:
+    """Bug: from then on that rank replayed, and the others ran the step eager."""
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    _, micros = trained(trainer, met=False)
+    before, is_first = rig.report_of(trainer), distributed.get_rank() == 0
+
+    def resuming() -> Iterator[rig.Micro]:
+        for micro in micros:
+            yield micro
+            megagraph.resume()
+
+    if is_first:
+        megagraph.suspend()
+    rig.schedule(trainer.model, resuming(), len(micros), trainer.device)
+    eager = rig.eager_since(rig.report_of(trainer), before)
+    suspended = {"SUSPENDED": LAYERS} if is_first else {}
+    assert eager == {**suspended, "GROUP_DISAGREED": LAYERS * (len(micros) - is_first)}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import megatron_rig as rig
 from host_rig import AdaptedLinear
 from megatron.core.transformer.mlp import MLP
 from state_changes import Do, Undo, hooks, in_place, sets
@@ -12,7 +13,7 @@ from torch import nn
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS"]
+__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS", "wrong_in_captures"]
 
 
 def first(trainer: Trainer) -> Any:
@@ -77,6 +78,19 @@ def subclass(trainer: Trainer) -> Undo:
 
     layer.__class__ = Halved
     return lambda: setattr(layer, "__class__", before)
+
+
+def wrong_in_captures(trainer: Trainer, raises: bool) -> Undo:
+    """The last layer cannot be captured, or its graphs do not compute what it does."""
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)  # with all of its collectives
+        if rig.is_capturing() and raises:
+            raise RuntimeError("no layer for a capture")
+        return (out[0] * 2.0, *out[1:]) if rig.is_capturing() else out
+
+    forward = last(trainer).forward
+    return sets("forward", other, last)(trainer)
 
 
 def freezes(of: Callable[[Trainer], nn.Module]) -> Do:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph
 
-from .changes import CHANGES
+from .changes import CHANGES, wrong_in_captures
 from .models import KINDS, UNIT, draw_plugin
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ def packs(rng: Random) -> Given:
         return {**given, "seed": rng.randrange(1 << 16)}
 
     return {"packs": [pack() for _ in range(rng.randint(1, 3))], "model": rng.choice([0, 0, 1, 2])}
+
+
+def of_ranks(rng: Random) -> Given:
+    """Which ranks an event is of, where there are several."""
+    return {"ranks": rng.choice([[0, 1], [0, 1], [0], [1]])}
 
 
 def misfits(rng: Random) -> Given:
@@ -288,25 +293,44 @@ AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ..
 }
 
 
-@step(*(why for _, whys in AROUND.values() for why in whys), how=[*AROUND], weight=6)
-def trains_inside(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
-    with AROUND[how][0]():
-        return rig.step(trainer, micros)
-
-
-ALONE = ("skipped", "suspended")  # where each rank may be by itself
+AROUND_REASONS = {why for _, whys in AROUND.values() for why in whys}
 
 
 @event(
-    "GROUP_DISAGREED",
-    *(why for name in ALONE for why in AROUND[name][1]),
-    draw=lambda rng: {**packs(rng), "how": rng.choice(ALONE), "rank": rng.randrange(2)},
-    weight=4,
+    *("GROUP_DISAGREED", *AROUND_REASONS),
+    draw=lambda rng: {**packs(rng), "how": rng.choice([*AROUND]), **of_ranks(rng)},
+    weight=8,
 )
-def trains_while_one_rank_is(twins: "Twins", packs: list[Given], model: int, how: str, rank: int) -> None:
+def trains_inside(twins: "Twins", packs: list[Given], model: int, how: str, ranks: list[int]) -> None:
     def work(trainer: Any) -> Any:
-        with AROUND[how][0]() if twins.rank == rank else contextlib.nullcontext():
+        with AROUND[how][0]() if twins.is_of(ranks) else contextlib.nullcontext():
             return rig.step(trainer, twins.micros(packs))
+
+    twins.each(work, model)
+
+
+@event(
+    *("STATE_CHANGED", "SIGNATURE_CHANGED"),
+    draw=lambda rng: {**packs(rng), **of_ranks(rng)},
+    applies=lambda twins: twins.is_shared,
+)
+def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
+    """Where nothing is left to do that ranks do together."""
+
+    def work(trainer: Any) -> Any:
+        micros, found = twins.micros(packs), []
+
+        def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
+            micro = next(data)
+            losses, reduce = rig.forward(chunk, micro, trainer.device)
+            found.append(losses.detach().clone())
+            return losses, _raise if micro is micros[-1] and twins.is_of(ranks) else reduce
+
+        trainer.model.eval()
+        with contextlib.suppress(Broken), torch.no_grad():
+            rig.run_schedule(trainer.model, forward_step, micros, len(micros), forward_only=True)
+        trainer.model.train()
+        return found
 
     twins.each(work, model)
 
@@ -316,22 +340,38 @@ def trains_while_one_rank_is(twins: "Twins", packs: list[Given], model: int, how
 # Weights that are parametrized cannot be taken back, or as plain tensors if frozen; tied ones train apart.
 UNWANTED = ("parametrized weight", "normalised weight", "tied weights")
 LASTING = [name for name in OF_PROBES if name not in UNWANTED]
-WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED")
+WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED", "GROUP_DISAGREED")
 
 
-@event(*WATCHED, draw=lambda rng: {"name": rng.choice([*CHANGES])}, weight=6)
-def changes(twins: "Twins", name: str) -> None:
-    twins.change(name, CHANGES[name])
+@event(*WATCHED, draw=lambda rng: {"name": rng.choice([*CHANGES]), **of_ranks(rng)}, weight=8)
+def changes(twins: "Twins", name: str, ranks: list[int]) -> None:
+    """Without gradients of its input a layer has fewer collectives; with sequence parallelism each has."""
+    is_of_all = name == "frozen embedding" or (name.startswith("frozen") and twins.layout == "sp")
+    twins.change(name, CHANGES[name], [0, 1] if is_of_all else ranks)
 
 
 @event(
     *WATCHED,
-    draw=lambda rng: {"name": rng.choice(LASTING)},
+    draw=lambda rng: {"name": rng.choice(LASTING), **of_ranks(rng)},
     applies=lambda twins: twins.has("probes"),
     weight=10,
 )
-def changes_a_probe(twins: "Twins", name: str) -> None:
-    twins.change(name, OF_PROBES[name].do)
+def changes_a_probe(twins: "Twins", name: str, ranks: list[int]) -> None:
+    twins.change(name, OF_PROBES[name].do, ranks)
+
+
+@event(
+    *WATCHED,
+    draw=lambda rng: {"raises": rng.random() < 0.5, **of_ranks(rng)},
+    applies=lambda twins: twins.is_shared,
+    weight=8,
+)
+def is_wrong_in_captures(twins: "Twins", raises: bool, ranks: list[int]) -> None:
+    if raises or twins.verifies:
+        twins.explain("CAPTURE_FAILED", "VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=True)
+        twins.change("forward", lambda trainer: wrong_in_captures(trainer, raises), ranks)
+        for _ in range(3):  # an eager one, a capture, and what is replayed then
+            twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20]}])))
 
 
 # What is noticed at each call.
@@ -341,31 +381,33 @@ AT_EACH_CALL = [
 
 
 @event(
-    *(*WATCHED, "SCOPE_UNSUPPORTED"),
-    draw=lambda rng: {**packs(rng), "name": rng.choice(AT_EACH_CALL)},
+    *(*WATCHED, *AROUND_REASONS, "SCOPE_UNSUPPORTED"),
+    draw=lambda rng: {**packs(rng), "name": rng.choice([*AT_EACH_CALL, *AROUND]), **of_ranks(rng)},
     weight=6,
 )
-def changes_within_a_step(twins: "Twins", packs: list[Given], model: int, name: str) -> None:
-    """Before its last micro-batch, and back behind the step."""
+def changes_within_a_step(
+    twins: "Twins", packs: list[Given], model: int, name: str, ranks: list[int]
+) -> None:
+    """Before its last micro-batch, and back behind the step. One rank alone may find it, and say so."""
 
     def work(trainer: Any) -> Any:
-        micros, undos = twins.micros(packs), []
+        micros = twins.micros(packs)
 
         def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
             micro = next(data)
-            if micro is micros[-1]:
-                undos.append(CHANGES[name](trainer))
+            if micro is micros[-1] and twins.is_of(ranks):
+                if name in AROUND:
+                    afterwards.enter_context(AROUND[name][0]())
+                else:
+                    afterwards.callback(CHANGES[name](trainer))
             return rig.forward(chunk, micro, trainer.device)
 
         trainer.zero_grad()
-        try:
+        with contextlib.ExitStack() as afterwards:
             left = rig.run_schedule(trainer.model, forward_step, micros, len(micros))
-        finally:
-            for undo in undos:
-                undo()
         return left, rig.grads(trainer.chunk)
 
-    twins.each(work, model)
+    twins.each(work, model, may_be_named=len(ranks) == 1)
 
 
 @event(applies=lambda twins: bool(twins.undos), weight=6)
@@ -373,19 +415,25 @@ def takes_back(twins: "Twins") -> None:
     twins.undos.pop()()
 
 
-@event("NUMERICS_CHANGED", draw=lambda rng: {"precision": rng.choice(["highest", "high"])})
-def sets_a_precision(_twins: "Twins", precision: str) -> None:
-    torch.set_float32_matmul_precision(precision)
+@event(
+    *("NUMERICS_CHANGED", "GROUP_DISAGREED"),
+    draw=lambda rng: {"precision": rng.choice(["highest", "high"]), **of_ranks(rng)},
+)
+def sets_a_precision(twins: "Twins", precision: str, ranks: list[int]) -> None:
+    if twins.is_of(ranks):
+        torch.set_float32_matmul_precision(precision)
 
 
-@event("SUSPENDED")
-def suspends(_twins: "Twins") -> None:
-    megagraph.suspend()
+@event("SUSPENDED", "GROUP_DISAGREED", draw=of_ranks)
+def suspends(twins: "Twins", ranks: list[int]) -> None:
+    if twins.is_of(ranks):
+        megagraph.suspend()
 
 
-@event(weight=4)
-def resumes(_twins: "Twins") -> None:
-    megagraph.resume()
+@event(draw=of_ranks, weight=4)
+def resumes(twins: "Twins", ranks: list[int]) -> None:
+    if twins.is_of(ranks):
+        megagraph.resume()
 
 
 @event("ADDRESS_MOVED", applies=lambda twins: twins.has("dense") and not twins.is_adapted, of_ranks=False)
@@ -421,28 +469,25 @@ def lets_go(twins: "Twins") -> None:
     gc.collect()
 
 
+MOVES = ("ADDRESS_MOVED", "GROUP_DISAGREED")
+
+
 def _announced(rng: Random) -> Given:
-    return {"is_told": rng.random() < 0.5, "index": rng.randrange(64)}
+    return {"is_told": rng.random() < 0.5, "index": rng.randrange(64), **of_ranks(rng)}
 
 
-@event("ADDRESS_MOVED", draw=_announced)
-def moves_gradients(twins: "Twins", is_told: bool, index: int) -> None:
+@event(*MOVES, draw=_announced)
+def moves_gradients(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
     with _suspended() if is_told else contextlib.nullcontext():
-        for trainer in twins.pairs[0].both:
+        for trainer in twins.first_of(ranks):
             twins.kept.append(host_rig.Offload())
             twins.kept[-1].move_gradients(trainer.model)
 
 
-@event(
-    *("ADDRESS_MOVED", "GROUP_DISAGREED"),
-    draw=lambda rng: {**_announced(rng), "ranks": rng.choice([[0, 1], [0], [1]])},
-    weight=4,
-)
+@event(*MOVES, draw=_announced, weight=4)
 def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
-    if twins.is_shared and twins.rank not in ranks:
-        return
     with _suspended() if is_told else contextlib.nullcontext():
-        for trainer in twins.pairs[0].both:
+        for trainer in twins.first_of(ranks):
             params = [*trainer.chunk.decoder.parameters()]
             param = params[index % len(params)]
             twins.kept.append(param.data)
@@ -450,10 +495,10 @@ def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) 
             twins.kept[-1].fill_(float("nan"))
 
 
-@event("ADDRESS_MOVED", draw=_announced)
-def offloads(twins: "Twins", is_told: bool, index: int) -> None:
+@event(*MOVES, draw=_announced)
+def offloads(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
     with _suspended() if is_told else contextlib.nullcontext():
-        for trainer in twins.pairs[0].both:
+        for trainer in twins.first_of(ranks):
             offload = host_rig.Offload()
             offload.weights(trainer.chunk)
             offload.gradients(trainer.model)

@@ -58,5 +58,7 @@ def _plainer_values(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**given, "packs": [*packs[:index], *packs[index + 1 :]]}
     if any(each != PACK for each in packs):
         yield {**given, "packs": [PACK] * len(packs)}
+    if given.get("ranks", [0, 1]) != [0, 1]:
+        yield {**given, "ranks": [0, 1]}
     if given.get("model"):
         yield {**given, "model": 0}

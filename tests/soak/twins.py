@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import re
 import time
 import traceback
 import weakref
@@ -34,6 +35,12 @@ __all__ = ["Outcome", "Twins", "run"]
 PLUGIN = Path(megagraph.__file__).parent
 CALM_STEPS = 6  # in which graphs have to come back, once all is as it was
 CALM = [{"lengths": [9, 20]}, {"lengths": [3, 30, 8], "seed": 1}]
+SHARES_PACKS = ("tp", "sp", "cp")
+OF_ALL_RANKS = ("calls", "replays", "graphs")
+# How a rank says that another one may wait for it.
+NAMED = re.compile(
+    r"rank \d has to run .* eager \(|inside a step the layers' state changed on some of the ranks"
+)
 # Reasons for which layers have no graph.
 OF_LAYERS = {"FOREIGN_HOOK", "SHARED_PARAMETER", "SCOPE_UNSUPPORTED", "CAPTURE_FAILED", "SIGNATURE_CHANGED"}
 
@@ -48,6 +55,14 @@ class AsGiven(Exception):
 
 class WrongFigures(AssertionError):
     """Calls were counted under a reason that nothing explains, or graphs did not come back."""
+
+
+class RanksApart(AssertionError):
+    """Of ranks that run the same packs one has replayed more than another."""
+
+
+class Named(Exception):
+    """A rank has found something alone inside of a step, and says so: others wait for it in vain."""
 
 
 class Leak(AssertionError):
@@ -69,7 +84,7 @@ class Outcome:
 
     @property
     def has_failed(self) -> bool:
-        return self.failure not in (None, EagerRaises.__name__, AsGiven.__name__)
+        return self.failure not in (None, *(it.__name__ for it in (EagerRaises, AsGiven, Named)))
 
 
 def _raise_for_host(error: Exception) -> NoReturn:
@@ -84,7 +99,7 @@ class Twins:
     """Pairs of models, and all that has been done to them and will have to be taken back."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scopes, self._layout = scenario.scopes, scenario.layout
+        self.scopes, self.layout = scenario.scopes, scenario.layout
         self.is_shared, self.rank = bool(scenario.layout), distributed.get_rank()
         self.pairs: list[rig.Pair] = []
         self._kinds: list[Kind] = []
@@ -103,9 +118,11 @@ class Twins:
         """The plugin, with these options."""
         self.held.clear()
         megagraph.uninstall()
-        megagraph.install(plugin_of(self.scopes, plugin, self._layout))
+        megagraph.install(plugin_of(self.scopes, plugin, self.layout))
         if self.pairs:  # whose DDP is a stranger until a schedule shows it
             self.explain("FOREIGN_HOOK")
+        # Each capacity that a pack takes has been verified.
+        self.verifies = plugin["verify"] != "off" and len(plugin["capacities"]) == 1
         self.fits_all = any(longest == rig.CAPACITY.tokens for *_, longest in plugin["capacities"])
         self.scars -= MISFIT
         if not self.fits_all:
@@ -115,7 +132,7 @@ class Twins:
         """Another pair."""
         kind = KINDS[name]
         self._kinds.append(kind)
-        config = {"config": LAYOUTS[self._layout]} if self._layout else {}
+        config = {"config": LAYOUTS[self.layout]} if self.layout else {}
         self.pairs.append(rig.Pair(kind.make, **config))
         self.explain(*kind.reasons, lasts=True)
         self.each(lambda trainer: rig.step(trainer, self.micros(CALM)), len(self.pairs) - 1)
@@ -136,22 +153,33 @@ class Twins:
 
     def micros(self, packs: Sequence[dict[str, Any]]) -> list[rig.Micro]:
         """Of what was drawn, those that this rank runs."""
-        if self._layout in ("dp", "ep") and self.rank:
+        if self.layout in ("dp", "ep") and self.rank:
             packs = [{**it, "seed": it.get("seed", 0) + 1} for it in packs[::-1]]
         found = []
         for it in packs:
             fields = {name: tuple(value) if isinstance(value, list) else value for name, value in it.items()}
-            if self._layout and "padded" not in it:
+            if self.layout and "padded" not in it:
                 fields["padded"] = tuple(-(-length // UNIT) * UNIT for length in it["lengths"])
-            found.append((SharedMicro if self._layout == "cp" else rig.Micro)(**fields))
+            found.append((SharedMicro if self.layout == "cp" else rig.Micro)(**fields))
         return found
 
     def has(self, *features: str) -> bool:
         """Whether the first pair has all of them."""
         return {*features} <= self._kinds[0].has
 
-    def each(self, work: Callable[[Trainer], Any], model: int = 0) -> None:
-        """The same work on both, on the first without graphs, which must leave the same."""
+    def is_of(self, ranks: Sequence[int]) -> bool:
+        """Whether an event of some ranks is one of this rank."""
+        return not self.is_shared or self.rank in ranks
+
+    def first_of(self, ranks: Sequence[int]) -> Sequence[Trainer]:
+        """Both of the first pair, on these ranks."""
+        return self.pairs[0].both if self.is_of(ranks) else ()
+
+    def each(self, work: Callable[[Trainer], Any], model: int = 0, *, may_be_named: bool = False) -> None:
+        """The same work on both, on the first without graphs, which must leave the same.
+
+        `may_be_named`: unless this rank finds that other ones would wait for it.
+        """
         pair = self.pairs[model if model < len(self.pairs) else 0]
         self._seed += 1
 
@@ -165,7 +193,12 @@ class Twins:
             except Exception as error:
                 _raise_for_host(error)
         before = self._report_of(pair.graphed)
-        other = work_of(pair.graphed)
+        try:
+            other = work_of(pair.graphed)
+        except RuntimeError as error:
+            if may_be_named and NAMED.search(str(error)):
+                raise Named(str(error)) from error
+            raise
         try:
             assert_same_bits(one, other)
         except BitsDiffer as error:
@@ -175,11 +208,11 @@ class Twins:
                 raise AsGiven(f"for {whys}") from error
             raise
 
-    def change(self, name: str, do: Do) -> None:
+    def change(self, name: str, do: Do, ranks: Sequence[int]) -> None:
         """Changes both of the first pair until it is taken back; once, if it is of all models."""
         if name in OF_FORWARDS and self.scopes:  # a layer whose halves cannot be told apart stays eager
             self.explain("SCOPE_UNSUPPORTED", lasts=True)
-        both = self.pairs[0].both
+        both = self.first_of(ranks)
         try:
             undos = [do(trainer) for trainer in (both[:1] if name in OF_ALL_MODELS else both)]
         except Exception as error:  # such as hooks on parameters that are frozen
@@ -200,12 +233,27 @@ class Twins:
                     unexplained = report["eager"].keys() - self.expected
                     if unexplained:
                         raise WrongFigures(f"unexplained: {unexplained} in {report}")
+        if self.layout in SHARES_PACKS:
+            own = [
+                [self._report_of(it)[name] for name in OF_ALL_RANKS]
+                for pair in self.pairs
+                for it in pair.both
+            ]
+            said: list[Any] = [None, None]
+            distributed.all_gather_object(said, own)
+            if said[0] != said[1]:
+                raise RanksApart(f"{OF_ALL_RANKS} of the models on each rank: {said}")
 
     def _report_of(self, trainer: Any) -> dict[str, Any]:
         for graphs in rig.the_plugin().all_graphs():
             if graphs.model() is trainer.chunk:
                 return graphs.report()
-        return {"calls": 0, "replays": 0, "eager": {}}  # has not run since the plugin was installed
+        return {
+            "calls": 0,
+            "replays": 0,
+            "eager": {},
+            "graphs": 0,
+        }  # has not run since the plugin was installed
 
     def calm_down(self) -> None:
         """Takes everything back; from then on the first pair replays again."""
@@ -221,7 +269,7 @@ class Twins:
             self.each(lambda trainer: rig.step(trainer, self.micros(CALM)))
             after = self._report_of(self.pairs[0].graphed)
             left = rig.eager_since(after, before).keys() - self.scars
-            if not left and not self._layout:  # ranks do as many
+            if not left and not self.layout:  # ranks do as many
                 break
         if left or (after["replays"] == before["replays"] and self.fits_all and not self.scars):
             raise WrongFigures(f"no graphs after {CALM_STEPS} calm steps, for {left}: {after}")

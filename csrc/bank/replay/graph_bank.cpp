@@ -225,15 +225,14 @@ std::optional<EagerReason> GraphBank::reason_before_step(bool training, bool loo
 }
 
 void GraphBank::run_eager_alike(int variant, int site, EagerReason reason) const {
-  if (!run_eager_alike_ || !is_in_step_ || !may_be_of_one_rank(reason)) return;
-  if (state() != BankState::kSealed) return;
+  if (!run_eager_alike_ || !is_in_step_ || state() != BankState::kSealed) return;
   if (site >= 0 && sites_[site]->graph(variant, current_->index()) == nullptr) return;
   std::string why = kEagerReasonNames[static_cast<size_t>(reason)];
   if (reason == EagerReason::kNesting) {
     why += ": " + describe_holders();
   } else if (reason == EagerReason::kNumericsChanged) {
     why += ": " + NumericSettings::current(device_.type()).difference(variants_[variant].numerics);
-  } else if (has_dispatch_modes()) {
+  } else if (reason == EagerReason::kSignatureChanged && has_dispatch_modes()) {
     why += ": a dispatch mode";
   } else if (reason == EagerReason::kRecomputing) {
     why += ": saved-tensor hooks";

@@ -20,6 +20,7 @@ it more or fewer of them.
 
 import gc
 import pickle
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -68,6 +69,7 @@ class Changes:
         self._unguarded: list[str] = []
         self._times_dropped: Counter[int] = Counter()  # of each state: its graphs, for those of another one
         self._has_said_full = False
+        peers.what_changed = weakref.WeakMethod(self._what_changed)
 
     def suspend(self) -> None:
         """No replays until `resume()`."""
@@ -136,7 +138,8 @@ class Changes:
         )
         if said:
             self._agree_on_state(heard)
-        if is_eager_anywhere and not is_eager:
+        # Of a rank that begins eager too: it might replay as soon as a skip, or a suspension, is over.
+        if is_eager_anywhere and self.reason is None and self._peers.size > 1:
             self.reason = _DISAGREED
         if is_without_anywhere and self.gradients_reason is None:
             self.gradients_reason = _DISAGREED
@@ -269,9 +272,12 @@ class Changes:
             if states.has_many():
                 self._forget_oldest_states()
 
-    def _raise_for_ranks(self) -> None:
+    def _what_changed(self) -> str:
         watch = self._captures.watch
-        of_ranks = self._peers.gather(_differences(self._items, watch.state_items()) or "nothing")
+        return _differences(self._items, watch.state_items())
+
+    def _raise_for_ranks(self) -> None:
+        of_ranks = self._peers.gather(self._what_changed() or "nothing")
         said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
         raise RuntimeError(
             "inside a step the layers' state changed on some of the ranks that run the same packs and not on "

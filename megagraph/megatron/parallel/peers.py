@@ -18,7 +18,7 @@ would in eager. Graphs that hold collectives are dropped before any group of the
 import json
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -147,6 +147,8 @@ class Peers(HostGroup):
         self.run_other_packs = self.context.is_dynamic  # some of them may do so at the same time
         super().__init__(self._ranks(), "may share packs" if self.run_other_packs else "run the same packs")
         self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
+        # Answers with what says how the layers' state has changed. Weak, since graphs lead here.
+        self.what_changed: Callable[[], Callable[[], str] | None] = lambda: None
 
     def _ranks(self) -> Ranks:
         if not self.run_other_packs:
@@ -170,7 +172,7 @@ class Peers(HostGroup):
 
         Raises `RuntimeError`, which says why, if they do not come to it as long as the job waits for a rank.
         """
-        own, here, cause = distributed.get_rank(), [variant, -variant, site, -site], None
+        own, here = distributed.get_rank(), [variant, -variant, site, -site]
         ranks = self.same_pack()
         if self.run_other_packs:  # those of now, as the modules see them
             groups = groups_of_pack(self._model())
@@ -182,14 +184,19 @@ class Peers(HostGroup):
         try:
             _gloo_group(ranks, "inside of steps").allreduce([largest], distributed.ReduceOp.MAX).wait()
         except RuntimeError as error:  # nobody came
-            cause = error
-        if cause is not None or largest.tolist() != here:
-            what = "a micro-batch" if site < 0 else f"site {site} of one"
-            raise RuntimeError(
-                f"rank {own} has to run {what} eager ({why}), and other ranks that share the pack do not: "
-                "their graphs would wait for it in collectives. Expected what keeps it eager on all of them, "
-                "or from the beginning of a step on"
-            ) from cause
+            raise self._alone(site, why) from error
+        if largest.tolist() != here:
+            raise self._alone(site, why)
+
+    def _alone(self, site: int, why: str) -> RuntimeError:
+        what = "a micro-batch" if site < 0 else f"site {site} of one"
+        if changed := (self.what_changed() or str)():
+            why += f"; changed: {changed}"
+        return RuntimeError(
+            f"rank {distributed.get_rank()} has to run {what} eager ({why}), and other ranks that share the "
+            "pack do not: their graphs would wait for it in collectives. Expected what keeps it eager on all "
+            "of them, or from the beginning of a step on"
+        )
 
     def hold(self, sites: Iterable[SiteSpec]) -> None:
         """Remembers the groups of sites that are about to be captured: these may hold others by and by."""
