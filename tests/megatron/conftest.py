@@ -137,13 +137,11 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(scope="module")
 def world2(worlds: Worlds) -> World:
-    """Two ranks."""
     return worlds.of(2)
 
 
 @pytest.fixture(scope="module")
 def world4(worlds: Worlds) -> World:
-    """Four ranks."""
     return worlds.of(4)
 
 

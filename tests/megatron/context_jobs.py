@@ -2,17 +2,18 @@
 """What ranks do that share packs: beside one process that has them whole, and graphs beside eager."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import context_models
 import megatron_rig as rig
+import mla_rig
 import moe_rig
 import torch
+from host_rig import adapt
 from megatron.core import parallel_state
-from streams import make_groups, makes_groups
+from streams import make_groups, makes_groups, seed_streams
 from torch import Tensor, distributed
 
 import megagraph
@@ -49,13 +50,14 @@ class OwnMicro(SharedMicro):
     """A micro-batch that says by how many ranks it is shared."""
 
     group: Any = None  # of the ranks; None for this one alone
+    said: dict[str, Any] = field(default_factory=dict)  # by the pack, in place of that and of what it is
 
     def sharers(self) -> tuple[int, int]:
         return (1, 0) if self.group is None else (self.group.size(), self.group.rank())
 
     def params(self, device: torch.device) -> Any:
         params = super().params(device)
-        params.local_cp_size, params.cp_group = self.sharers()[0], self.group
+        vars(params).update({"local_cp_size": self.sharers()[0], "cp_group": self.group, **self.said})
         return params
 
 
@@ -78,19 +80,76 @@ def steps_of(
 
 
 def at_borders(size: int) -> list[SharedMicro]:
-    """Packs of documents that end right at, before or behind each border between two ranks' rows."""
+    """Packs of documents that end right at, before or behind a border between ranks' rows, or are empty."""
     part = 4
     rows = 2 * size * part
-    ends = [part * place + by for place in range(1, 2 * size) for by in (-1, 0, 1)]
-    return [
-        SharedMicro(lengths=tuple(some), seed=start, padded=(rows,) * len(some))
-        for start in range(0, len(ends), 3)
-        if (some := ends[start : start + 3])
-    ]
+    packs = [[part * place + by for by in (-1, 0, 1)] for place in range(1, 2 * size)]
+    found = [SharedMicro(lengths=(*each,), seed=each[0], padded=(rows,) * 3) for each in packs]
+    return [*found, SharedMicro(lengths=(5, 0, rows, 0), padded=(rows, 0, rows, 0))]
+
+
+# -- models of each kind of layer ---------------------------------------------------------------------
+
+# Of experts as larger models have them.
+MANY_KINDS = {
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+ROUTERS = {"cuda_graph_modules": ("attn", "moe_router")}
+EMPTY_DUMMY = {"tail": "empty-dummy", "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs + 1,)}
+# Of engines: arguments of `make_trainer()`, options of the plugin, fields of Megatron's config.
+OF_ENGINE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {}, {"qk_layernorm": True}),
+    "fused RoPE": ({}, {}, {"apply_rope_fusion": True}),
+    "MLA": ({"mla": "low rank, YaRN"}, {}, {}),
+    "experts": ({"experts": True}, ROUTERS, {}),
+    "MLA experts": ({"mla": "low rank, YaRN", "experts": True}, ROUTERS, MANY_KINDS),
+}
+_FOR_ENGINE = {"normalization": "RMSNorm", "moe_grouped_gemm": True, "moe_ffn_hidden_size": 64}
+
+
+def make_trainer(
+    *,
+    mla: str | None = None,  # of `mla_rig.KINDS`, for multi-latent attention
+    experts: bool = False,  # in the first layer
+    grouped: bool = False,  # these never wait for the device
+    engine: bool = False,  # of Transformer Engine's modules
+    adapters: bool = False,  # in each MLP, and all else frozen
+    config: dict[str, Any] | None = None,  # further fields of Megatron's config
+) -> Trainer:
+    """A model of two layers."""
+    given = config or {}
+    if engine:
+        seed_streams()
+    if experts:
+        given = {**(_FOR_ENGINE if engine else {}), **given}
+        if mla is not None:
+            return mla_experts(mla, engine=engine, **given)
+        spec = moe_rig.block_spec("E-", engine=engine)
+        return moe_rig.ExpertTrainer("E-", spec=spec, is_grouped=grouped, **given)
+    if mla is not None:
+        return mla_rig.MlaTrainer(kind=mla, config=given, transformer_engine=engine)
+    if engine:
+        spec = rig.te_layer_spec(qk_layernorm=given.get("qk_layernorm", False))
+        return rig.ModelTrainer(config={"normalization": "RMSNorm", **given}, spec=spec)
+    return rig.ModelTrainer(prepare=adapt if adapters else lambda chunk: None, config=given)
+
+
+def mla_experts(kind: str, *, engine: bool = False, **changes: Any) -> moe_rig.ExpertTrainer:
+    """A layer with experts and a dense one, both with multi-latent attention."""
+    config = {**mla_rig.mla_config(kind), **changes}
+    attention = {"multi_latent_attention": True, "qk_layernorm": config.get("qk_layernorm", False)}
+    attention |= {} if engine else {"normalization": "RMSNorm"}
+    spec = moe_rig.block_spec("E-", engine=engine, **attention)
+    return moe_rig.ExpertTrainer("E-", spec=spec, options=mla_rig.OPTIONS, **config)
+
+
+# -- jobs ---------------------------------------------------------------------------------------------
 
 
 def start(cp_size: int, tensor_parallel: int = 1, expert_parallel: int = 1) -> None:
-    """Makes Megatron's groups anew, with others."""
     make_groups(
         tensor_model_parallel_size=tensor_parallel,
         context_parallel_size=cp_size,
@@ -109,7 +168,7 @@ def train_shared(
     misfits: bool = False,  # every fifth pack fits no capacity
     has_tails: bool = True,
     plugin: dict[str, Any] | None = None,  # further options of the plugin
-    model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
+    model: dict[str, Any] | None = None,  # arguments of `make_trainer()`
     **options: Any,  # further ones of Megatron's config
 ) -> dict[str, Any]:
     """Trains eager and graphed on packs that ranks share, with evaluations between steps, and compares all
@@ -119,7 +178,7 @@ def train_shared(
     steps = steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)
     config = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size, **options}
     given = {"capacities": (), "cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
-    make = partial(context_models.trainer, config=config, **(model or {}))
+    make = partial(make_trainer, config=config, **(model or {}))
     return rig.compare_runs(steps, make, {**given, **(plugin or {})}, evaluate_at=(1, 2)).report
 
 
@@ -152,7 +211,7 @@ def beside_one_process(
     *,
     cp_size: int,  # how many share a pack
     is_static: bool = True,  # the model is made for as many; else each pack says so
-    model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
+    model: dict[str, Any] | None = None,  # arguments of `make_trainer()`
     plugin: dict[str, Any] | None = None,  # further options of the plugin
     **options: Any,  # further ones of Megatron's config
 ) -> tuple[float, ...]:
@@ -173,8 +232,8 @@ def beside_one_process(
         config = {"mode": "eager", "max_seqlen_per_dp_cp_rank": 64 * cp_size // size, "cp_sizes": cp_sizes}
         megagraph.install(rig.graph_config(**{**config, **capacity, **(plugin or {})}))
         rig.forget_metrics()
-        trainer = context_models.trainer(config={"context_parallel_size": own, **options}, **(model or {}))
-        found.append((*_pass(trainer, micros), _metrics()))
+        made = make_trainer(config={"context_parallel_size": own, **options}, **(model or {}))
+        found.append((*_pass(made, micros), _metrics()))
         megagraph.uninstall()
     (losses_alone, *alone), (losses, grads, metrics) = found
     for grad in grads.values():
@@ -199,7 +258,7 @@ def new_trainer(
     *, model: dict[str, Any] | None = None, cp_sizes: tuple[int, ...] = (1, 2), **config: Any
 ) -> Trainer:
     install(cp_sizes=cp_sizes, has_experts="experts" in (model or {}))
-    return context_models.trainer(config={"calculate_per_token_loss": True, **config}, **(model or {}))
+    return make_trainer(config={"calculate_per_token_loss": True, **config}, **(model or {}))
 
 
 def install(*, cp_sizes: tuple[int, ...] = (1, 2), has_experts: bool = False) -> None:

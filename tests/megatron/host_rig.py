@@ -4,22 +4,33 @@
 Read in verl 0.9.1, megatron-bridge 0.3.1, ms-swift 4.6.0 with mcore-bridge 1.6.5.
 """
 
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import ON_GPU, ONE, OPTIONS, OTHER, TWO, Micro, Pair, grads, run_schedule
+from megatron_rig import (
+    ON_GPU,
+    ONE,
+    OPTIONS,
+    OTHER,
+    TWO,
+    Micro,
+    Pair,
+    grads,
+    packed,
+    run_schedule,
+    varlen_spec,
+)
 from offsets import offsets
 from torch import Tensor, nn
 
 from megagraph.demo.trainer import Trainer, in_half_precision, transformer_config
-from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 # As many rows and documents as the capacity: the backward of attention sums by their number.
 FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
@@ -46,7 +57,6 @@ class OwnModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         inference_context: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        """Megatron's arguments."""
         return self.run(input_ids, position_ids, attention_mask, decoder_input, labels, packed_seq_params)
 
     def run(self, tokens: Any, positions: Any, mask: Any, given: Any, labels: Any, pack: Any) -> Any:
@@ -101,11 +111,9 @@ class OwnBlock(TransformerBlock):  # type: ignore[misc]
         return self.final_layernorm(hidden_states)
 
     def further_arguments(self, index: int) -> dict[str, Any]:
-        """Further arguments of one layer."""
         return {}
 
     def between(self, index: int, hidden_states: Tensor) -> Tensor:
-        """What becomes of a layer's output."""
         return hidden_states
 
 
@@ -113,7 +121,7 @@ def _host_model(
     model_class: type, block_class: type | None, options: Any, config: Any, spec: Any = None
 ) -> nn.Module:
     """A model of these classes; of Megatron's block where no other is given."""
-    spec = get_gpt_block_varlen_spec(config) if spec is None else spec
+    spec = varlen_spec(config) if spec is None else spec
     model: nn.Module = model_class(
         config=config,
         transformer_layer_spec=spec,
@@ -203,7 +211,6 @@ class NormedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Of the linear."""
         found: Tensor = self.linear.weight
         return found
 
@@ -216,7 +223,6 @@ class PeftLinear(AdaptedLinear):
     """PEFT's way: an adapter that is off is frozen."""
 
     def enable_adapters(self, enabled: bool) -> None:
-        """As PEFT's method of this name."""
         self._adapter_enabled = enabled
         for parameter in (self.down, self.up):
             parameter.requires_grad_(enabled)
@@ -249,6 +255,20 @@ def adapt(
                 setattr(owner, name, kind(getattr(owner, name), rank=4))
 
 
+@contextlib.contextmanager
+def without_adapters(*chunks: nn.Module) -> Iterator[None]:
+    """As Megatron-Bridge's `disable_adapter()` and PEFT's, which freezes them besides: for a reference."""
+    modules = [
+        module for chunk in chunks for module in chunk.modules() if hasattr(module, "_adapter_enabled")
+    ]
+    enables = [getattr(it, "enable_adapters", partial(setattr, it, "_adapter_enabled")) for it in modules]
+    for enable in enables:
+        enable(False)
+    yield
+    for enable in enables:
+        enable(True)
+
+
 # -- packs -----------------------------------------------------------------------------------------
 
 
@@ -268,28 +288,17 @@ def rollouts(index: int, *, mini_batches: int) -> list[list[Micro]]:
     return found
 
 
-def _pack(actual: Tensor, longest: Any, padded: Tensor | None = None, **further: Any) -> Any:
-    """The same for queries and keys."""
-    return PackedSeqParams(
-        qkv_format="thd",
-        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), actual),
-        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
-        **further,
-    )
-
-
 def verl_pack(micro: Micro, device: Any) -> Any:
     """One tensor in all four places, the offsets of padded documents; a mark of its own on the pack."""
     actual = offsets(micro.rows, device)
-    params = _pack(actual, micro.longest, actual, local_cp_size=1)
+    params = packed(actual, actual, max_seqlen_q=micro.longest, local_cp_size=1)
     params._verl_mtp_loss_normalization_factor = 0.5
     return params
 
 
 def bridge_pack(micro: Micro, device: Any) -> Any:
     """A tensor on the host for the longest document; without padding no padded offsets."""
-    return _pack(offsets(micro.rows, device), torch.tensor(micro.longest))
+    return packed(offsets(micro.rows, device), max_seqlen_q=torch.tensor(micro.longest))
 
 
 def bridge_padded_pack(micro: Micro, device: Any, longest: int | None = None) -> Any:
@@ -298,7 +307,7 @@ def bridge_padded_pack(micro: Micro, device: Any, longest: int | None = None) ->
     actual, padded = (
         offsets(lengths, device, entries=5) for lengths in ([*micro.lengths, 0], [*micro.rows, tail])
     )
-    return _pack(actual, torch.tensor(longest or max(*micro.rows, tail)), padded)
+    return packed(actual, padded, max_seqlen_q=torch.tensor(longest or max(*micro.rows, tail)))
 
 
 # As Bridge declares it: a document may be as long as the pack.
@@ -309,7 +318,8 @@ def swift_pack(micro: Micro, device: Any) -> Any:
     """Offsets from the positions that are zero; set on the pack afterwards: its tokens and more."""
     _tokens, _labels, _mask, positions = micro.row_lists()
     starts = [*torch.nonzero(positions == 0).flatten().tolist(), micro.physical]
-    params = _pack(torch.tensor(starts, dtype=torch.int32, device=device), micro.longest)
+    starts = torch.tensor(starts, dtype=torch.int32, device=device)
+    params = packed(starts, max_seqlen_q=micro.longest)
     params.total_tokens = micro.physical
     params.seq_lens, params.num_samples = list(micro.rows), len(micro.rows)
     return params
@@ -344,7 +354,6 @@ def verl_call(model: Any, micro: Micro, params: Any) -> Tensor:
 
 
 def labels_call(model: Any, micro: Micro, params: Any, rows: int | None = None) -> Tensor:
-    """Losses for labels, with positions."""
     losses, _labels = _asked(model, micro, params, "labels", "position_ids", rows=rows)
     found: Tensor = losses[0, : micro.physical].float()
     return found
@@ -393,7 +402,6 @@ def fused_forward(
 
 
 def fused_instance_call(model: Any, micro: Micro, params: Any) -> Tensor:
-    """Through that forward."""
     found: Tensor = _asked(model, micro, params, "labels", temperature=TEMPERATURE)[0]["losses"]
     return found
 
@@ -476,7 +484,6 @@ class Offload:
                 self._held.append(old.fill_(NAN))
 
     def weights_back(self, model: nn.Module, device: torch.device) -> None:
-        """Every parameter to the device."""
         for param in model.parameters():
             copy = self._copies.pop(param, None)
             if copy is None:
@@ -497,7 +504,6 @@ class Offload:
         self._held += [torch.full((size // 4,), NAN, device=device) for size in self._sizes]
 
     def gradients_back(self, ddp: Any) -> None:
-        """Allocates the gradient buffers again, zeroed."""
         if self.megatrons_own:
             ddp.restore_grad_buffers()
             return
@@ -557,7 +563,6 @@ class Host:
             self._is_away = True
 
     def train(self, micros: Sequence[Micro]) -> None:
-        """A step."""
         self.trainer.zero_grad()
         self.left += run_phase(
             self.trainer.model, micros, self._values_beside_reference, **{"seq_length": 1, **self.schedule}

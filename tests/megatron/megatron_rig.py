@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from offsets import offsets, pack_of
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
-from megagraph.demo.trainer import ModelOptions, Trainer, gpt_model, in_half_precision, transformer_config
+from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.installation import installed_plugin
@@ -44,8 +44,6 @@ def graph_config(**changes: Any) -> GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Micro:
-    """One micro-batch."""
-
     lengths: tuple[int, ...]  # valid tokens of each document
     seed: int = 0  # of the tokens
     padded: tuple[int, ...] | None = None  # physical rows of each document, if its offsets are padded
@@ -55,17 +53,14 @@ class Micro:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Physical rows of each document."""
         return self.padded or self.lengths
 
     @property
     def physical(self) -> int:
-        """Physical rows of the pack."""
         return sum(self.rows) + self.tail
 
     @property
     def longest(self) -> int:
-        """Rows of the longest document."""
         return max(self.rows)
 
     def documents(self) -> list[Tensor]:
@@ -102,23 +97,25 @@ class Micro:
         return torch.rand(1, self.physical, generator=generator) < 0.25
 
     def params(self, device: torch.device) -> Any:
-        """Its `PackedSeqParams`."""
-        from megatron.core.packed_seq_params import PackedSeqParams
+        padded = None if self.padded is None else offsets(self.padded, device)
+        return packed(offsets(self.lengths, device), padded, max_seqlen_q=self.longest)
 
-        def offsets(lengths: Sequence[int]) -> Tensor:
-            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
-        actual = offsets(self.lengths)
-        padded = None if self.padded is None else offsets(self.padded)
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=actual,
-            cu_seqlens_kv=actual,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=self.longest,
-            max_seqlen_kv=self.longest,
-        )
+def packed(actual: Tensor, padded: Tensor | None = None, **fields: Any) -> Any:
+    """`PackedSeqParams` of offsets, the same for queries and keys."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(**vars(pack_of(actual, padded, **fields)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(Micro):
+    """Its queries and keys have offsets of their own, for all that anybody can tell without waiting."""
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
+        return params
 
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
@@ -180,7 +177,6 @@ def grads(chunk: nn.Module) -> dict[str, Tensor]:
 
 
 def weights(chunk: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter."""
     return {name: param.detach().clone() for name, param in chunk.named_parameters()}
 
 
@@ -295,14 +291,11 @@ class ModelTrainer(Trainer):
                 spec = megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec
                 chunk = forward.owner()(config, spec, **given)
             else:
-                if spec is None:
-                    spec = megagraph.get_gpt_block_varlen_spec(config, qk_layernorm=config.qk_layernorm)
-                chunk = GPTModel(config, spec, **given)
+                chunk = GPTModel(config, varlen_spec(config) if spec is None else spec, **given)
         self._prepare(chunk)
         return chunk
 
     def routers(self) -> list[Any]:
-        """Of all layers of experts."""
         mixtures = (getattr(layer, "mlp", None) for layer in self.chunk.decoder.layers)
         return [mixture.router for mixture in mixtures if hasattr(mixture, "router")]
 
@@ -333,6 +326,13 @@ def asks_for_no_engine() -> AbstractContextManager[object]:
     return mock.patch.object(mla, "HAVE_TE", isinstance(mla.TELinear, type))
 
 
+def varlen_spec(config: Any, **given: Any) -> Any:
+    """Our spec of a block, as Megatron's config asks for it."""
+    if config.multi_latent_attention:
+        given |= {"multi_latent_attention": True, "normalization": "RMSNorm"}
+    return megagraph.get_gpt_block_varlen_spec(config, qk_layernorm=config.qk_layernorm, **given)
+
+
 def te_layer_spec(**given: Any) -> Any:
     """Megatron's layer of Transformer Engine's modules; takes what Megatron's function takes."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -340,17 +340,7 @@ def te_layer_spec(**given: Any) -> Any:
     return get_gpt_layer_with_transformer_engine_spec(**given)
 
 
-def plain_model(seed: int) -> tuple[nn.Module, nn.Module]:
-    """A GPTModel that no DDP has seen, and what is called in its place."""
-    torch.manual_seed(seed)
-    model = gpt_model(OPTIONS, transformer_config(OPTIONS))
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return model, in_half_precision(model)
-
-
 def around_mlps(wrapper: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
-    """Puts a module around the MLP of every layer of a model."""
-
     def prepare(chunk: Any) -> None:
         for layer in chunk.decoder.layers:
             layer.mlp = wrapper(layer.mlp)
@@ -369,6 +359,17 @@ def changes_output(module: Any, change: Callable[[Tensor], Tensor]) -> None:
     module.forward = forward
 
 
+def breaks(module: Any, when: Callable[[], bool] | None = None) -> None:
+    """From now on a module raises when it is captured, or when `when` says so, behind all that it does."""
+
+    def fail(out: Tensor) -> Tensor:
+        if (when or is_capturing)():
+            raise ArithmeticError("an injected failure")
+        return out
+
+    changes_output(module, fail)
+
+
 @dataclass(kw_only=True)
 class Run:
     """A whole run: every step, evaluations between them, and what it left behind."""
@@ -378,12 +379,6 @@ class Run:
     weights: dict[str, Tensor] = field(default_factory=dict)
     rng: list[Tensor] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict, compare=False)
-
-
-def rng_state() -> list[Tensor]:
-    """The state of torch's default generators."""
-    device = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *device]
 
 
 def report_of(trainer: Trainer) -> dict[str, Any]:
@@ -427,7 +422,7 @@ def train(
                 run.steps.append(step(trainer, micros, eager=eager))
             if plugin is not None and plugin.mode != "off":
                 run.report = report_of(trainer)
-        run.rng = rng_state()
+        run.rng = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if ON_GPU else [])]
         if not trainer.model.ddp_config.overlap_param_gather:  # else some are still on their way
             run.weights = weights(trainer.chunk)
     finally:
@@ -539,14 +534,12 @@ def refused(model: Any, *given: Any, **options: Any) -> str:
 
 
 def is_capturing() -> bool:
-    """Whether Megatron takes what runs now for a part of a capture."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     return is_graph_capturing()
 
 
 def the_plugin() -> Any:
-    """The one that is installed."""
     plugin = installed_plugin()
     assert plugin is not None
     return plugin

@@ -43,17 +43,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def mla_config(kind: str, **changes: Any) -> dict[str, Any]:
-    """Further fields of Megatron's config of one of `KINDS`."""
     return {**MLA, **KINDS[kind], **changes}
 
 
-def mla_spec(config: dict[str, Any], *, is_hybrid: bool = False) -> Any:
-    """Of a whole block or stack, as such a config asks for it."""
-    given = {"qk_layernorm": config.get("qk_layernorm", False), "normalization": "RMSNorm"}
-    if is_hybrid:
-        return megagraph.get_hybrid_stack_varlen_spec(**given)
-    transformer = transformer_config(OPTIONS, **config)
-    return megagraph.get_gpt_block_varlen_spec(transformer, multi_latent_attention=True, **given)
+def mla_spec(config: dict[str, Any]) -> Any:
+    """Of a whole block, as such a config asks for it."""
+    return rig.varlen_spec(transformer_config(OPTIONS, **config))
 
 
 class MlaTrainer(rig.ModelTrainer):
@@ -72,9 +67,10 @@ class MlaTrainer(rig.ModelTrainer):
         if transformer_engine or spec is not None:
             seed_streams()
         config = mla_config(kind, **(config or {}))
+        given = {"qk_layernorm": config.get("qk_layernorm", False)}
         if transformer_engine:
-            qk_layernorm = config.get("qk_layernorm", False)
-            spec = rig.te_layer_spec(multi_latent_attention=True, qk_layernorm=qk_layernorm)
-        spec = mla_spec(config, is_hybrid=bool(pattern)) if spec is None else spec
+            spec = rig.te_layer_spec(multi_latent_attention=True, **given)
+        elif pattern and spec is None:
+            spec = megagraph.get_hybrid_stack_varlen_spec(normalization="RMSNorm", **given)
         options = rig.OPTIONS if pattern else OPTIONS
         super().__init__(options=options, pattern=pattern, config=config, spec=spec, **further)

@@ -50,9 +50,7 @@ def recompute(*modules: str, **changes: Any) -> Config:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules), **changes}
 
 
-FULL_RECOMPUTE = {
-    **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-}
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: dict[str, Config] = {
     "alltoall": {},
     "allgather": GATHERS,
@@ -185,7 +183,6 @@ def block_spec(
     num_experts: int = EXPERTS,  # of each layer that has any
     **attention: Any,  # further arguments of each layer's spec
 ) -> Any:
-    """The spec of a block."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     make = te_layer_spec if engine else get_gpt_layer_varlen_spec
@@ -202,8 +199,6 @@ def block_spec(
 
 
 class ExpertTrainer(ModelTrainer):
-    """A model with experts."""
-
     def __init__(
         self, kinds: str = "EE", *, spec: Any = None, is_grouped: bool = False, **changes: Any
     ) -> None:
@@ -233,7 +228,6 @@ def compare(
 
 
 def can_permute(case: Config) -> bool:
-    """Whether this release can permute inside of a graph."""
     is_padded = case.get("moe_pad_expert_input_to_capacity", False)
     return permutation_sorts() or is_padded or case.get("moe_token_dispatcher_type") == "allgather"
 

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
-from torch import distributed, nn
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph
@@ -32,15 +32,21 @@ PACKS = 2  # of each step that ranks train
 MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)  # lengths of a pack that fits no capacity
 
 
-def steps_of(
-    count: int, *, packs: int = 3, seed: int = 0, misfits: bool = False, masks: bool = False
-) -> list[list[rig.Micro]]:
-    """Steps of packs that change every micro-batch; two ranks can share the rows of each.
+# Two ranks can share the rows of each.
+SHAPES = [(10, 30, 24), (64,), (20, 8), (2, 2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
 
-    With `misfits`, the last pack of every second step fits no capacity; with `masks`, all but the first of
-    each step have a padding mask.
-    """
-    shapes = [(10, 30, 24), (64,), (20, 8), (2, 2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
+
+def steps_of(
+    count: int,
+    *,
+    packs: int = 3,
+    seed: int = 0,
+    misfits: bool = False,  # the last pack of every second step fits no capacity
+    masks: bool = False,  # all but the first pack of each step have a padding mask
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    of_misfits: Sequence[tuple[int, ...]] = (MISFIT,),  # in turns
+) -> list[list[rig.Micro]]:
+    """Steps of packs that change every micro-batch."""
     steps = []
     for index in range(count):
         micros = []
@@ -48,7 +54,7 @@ def steps_of(
             lengths = shapes[(index * packs + micro + seed) % len(shapes)]
             tail = 64 - sum(lengths) if micro == 1 else 0
             if misfits and index % 2 and micro == packs - 1:
-                lengths, tail = MISFIT, 0
+                lengths, tail = of_misfits[index // 2 % len(of_misfits)], 0
             number = 100 * seed + 10 * index + micro
             mask_seed = number if masks and micro else None
             micros.append(rig.Micro(lengths=lengths, seed=number, tail=tail, mask_seed=mask_seed))
@@ -99,12 +105,10 @@ class ShardedTrainer(Trainer):
 
 
 def hook_second(chunk: Any) -> None:
-    """Gives the second layer a hook, so that it stays eager."""
     chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
 
 
 def of_engine(**given: Any) -> Trainer:
-    """A model whose layers are of Transformer Engine's modules."""
     return Trainer(OPTIONS, spec=rig.te_layer_spec(), **given)
 
 
@@ -179,18 +183,6 @@ def train_shared(*, expert_parallel: int, **options: Any) -> dict[str, Any]:
 # -- what one rank alone does ----------------------------------------------------------------------
 
 
-def _fails_to_capture(layer: nn.Module) -> None:
-    forward = layer.forward
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)  # with all of its collectives
-        if rig.is_capturing():
-            raise RuntimeError("this rank cannot capture")
-        return out
-
-    layer.forward = failing
-
-
 class SeesOps(TorchDispatchMode):
     """As a memory tool does."""
 
@@ -218,7 +210,7 @@ def _tamper(how: dict[int, str], trainer: Trainer, index: int) -> Iterator[None]
     with contextlib.ExitStack() as around:
         match how.get(index) if distributed.get_rank() == 0 else None:
             case "capture":
-                _fails_to_capture(layer)
+                rig.breaks(layer)
             case "hook":
                 layer.mlp.register_forward_hook(lambda *args: None)
             case "give up":  # outside of any layer, so that the whole capture ends here

@@ -11,7 +11,7 @@ import megatron_rig as rig
 import moe_rig
 from context_jobs import OwnMicro, SharedMicro
 from megatron.core import parallel_state
-from parallel_jobs import ShardedSGD, hearing
+from parallel_jobs import MISFIT, ShardedSGD, hearing
 from same_bits import assert_same_bits
 from streams import makes_groups, seed_streams
 from torch import distributed
@@ -21,7 +21,6 @@ from benchmarks.subjects.pipelines import Cut, PipelineTrainer
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.parallel.model_parallel import schedule_of
-from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 FULL = rig.CAPACITY.tokens
 MOST_MICRO_BATCHES = 6  # in a step
@@ -35,12 +34,9 @@ SHAPES: list[tuple[int, ...]] = [
     (5, 5, 5),
     (10, FULL - 14, 4),
 ]
-MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)
 
 
 class Trainer(PipelineTrainer):
-    """The chunks of one stage, and what a step leaves."""
-
     def __init__(self, cut: Cut, options: ModelOptions, *, ddp: dict[str, Any], **further: Any) -> None:
         with rig.asks_for_no_engine():
             super().__init__(cut, options, rig.forward, ddp=ddp, spec=_spec, **further)
@@ -76,10 +72,7 @@ class Trainer(PipelineTrainer):
 
 
 def _spec(config: Any, **place: Any) -> Any:
-    kind = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": False}
-    if config.multi_latent_attention:
-        kind |= {"multi_latent_attention": True, "normalization": "RMSNorm"}
-    return get_gpt_block_varlen_spec(config, **kind, **place)
+    return rig.varlen_spec(config, num_experts=config.num_moe_experts, moe_grouped_gemm=False, **place)
 
 
 def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool) -> list[list[rig.Micro]]:

@@ -7,10 +7,10 @@ from typing import Any
 from unittest import mock
 
 import context_jobs
-import context_models
 import megatron_rig as rig
 import moe_rig
 import torch
+from host_rig import without_adapters
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -19,9 +19,11 @@ from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron.scheduled_steps import MicroBatch, ScheduledSteps
 from megagraph.packs.schedule import ScheduleLimits
 
+# Over the largest entry of each gradient: sums over rows in another order; in bfloat16 on a GPU.
+BOUND = 5e-2 if torch.cuda.is_available() else 2e-5
+
 
 def device() -> torch.device:
-    """Of this rank."""
     on_gpu = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -37,7 +39,6 @@ def text(number: int, length: int) -> dict[str, Tensor]:
 
 
 def documents_of(lengths: Sequence[Sequence[Sequence[int]]]) -> list[list[list[dict[str, Tensor]]]]:
-    """Some of these lengths, by step and rank."""
     return [
         [
             [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
@@ -53,21 +54,26 @@ def summed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tens
     return loss, mask.sum().int(), {"losses": loss.detach().clone()}
 
 
-def _forward(model: Any, batch: MicroBatch, _device: torch.device) -> tuple[Tensor, Any]:
+def forward(model: Any, rows: Mapping[str, Tensor], positions: Tensor, params: Any) -> tuple[Tensor, Any]:
+    """Losses of rows of a pack, each tensor [1, T], and what sums them."""
     losses = model(
-        input_ids=batch.tensors["tokens"],
-        position_ids=batch.position_ids,
+        input_ids=rows["tokens"],
+        position_ids=positions,
         attention_mask=None,
-        labels=batch.tensors["labels"],
-        packed_seq_params=batch.packed_seq_params,
+        labels=rows["labels"],
+        packed_seq_params=params,
     )
-    return losses, partial(summed, mask=batch.tensors["loss_mask"])
+    return losses, partial(summed, mask=rows["loss_mask"])
+
+
+def _forward(model: Any, batch: MicroBatch, _device: torch.device) -> tuple[Tensor, Any]:
+    return forward(model, batch.tensors, batch.position_ids, batch.packed_seq_params)
 
 
 def _evaluate(trainer: Trainer, step: Any, *, eager: bool, in_training: bool) -> list[Tensor]:
     assert not eager  # runs in mode `eager` are
     trainer.model.train(in_training)
-    with torch.no_grad(), context_models.without_adapters(trainer.chunk):
+    with torch.no_grad(), without_adapters(trainer.chunk):
         losses = rig.schedule(trainer.model, step, len(step), trainer.device, forward_only=True)
     trainer.model.train()
     return losses
@@ -81,14 +87,10 @@ def alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     for document in documents:
         length = document["tokens"].numel()
         offsets = torch.tensor([0, length], dtype=torch.int32, device=document["tokens"].device)
-        losses = chunk(
-            input_ids=document["tokens"][None],
-            position_ids=torch.arange(length, device=offsets.device)[None],
-            attention_mask=None,
-            labels=document["labels"][None],
-            packed_seq_params=packed_seq_params(offsets, length),
-        )
-        loss = (losses.float() * document["loss_mask"]).sum()
+        rows = {name: values[None] for name, values in document.items()}
+        positions = torch.arange(length, device=offsets.device)[None]
+        losses, _ = forward(chunk, rows, positions, packed_seq_params(offsets, length))
+        loss = (losses.float() * rows["loss_mask"]).sum()
         for total, grad in zip(sums, torch.autograd.grad(loss, list(params.values())), strict=True):
             total += grad
         num_tokens += float(document["loss_mask"].sum())
@@ -108,7 +110,7 @@ def train_scheduled(
     cp_sizes: tuple[int, ...] = (1,),  # by how many ranks packs may be shared
     static: int = 1,  # the model's own context-parallel size
     plugin: dict[str, Any] | None = None,  # further options of the plugin
-    model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
+    model: dict[str, Any] | None = None,  # arguments of `context_jobs.make_trainer()`
     evaluates: bool = False,  # the first step's packs between steps, too, without adapters
     in_training: bool = False,  # the model is in training mode then, as hosts take log-probabilities
     has_reference: bool = True,  # losses are sums over tokens alone, of which one process is asked, too
@@ -129,7 +131,7 @@ def train_scheduled(
     )
     documents = documents_of(lengths)
     config = {"calculate_per_token_loss": True, **options}
-    make: Callable[..., Trainer] = partial(context_models.trainer, config=config, **(model or {}))
+    make: Callable[..., Trainer] = partial(context_jobs.make_trainer, config=config, **(model or {}))
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     is_whole = has_reference and static == 1 and tensor_parallel == 1 and experts == 1
     # Megatron's fused RoPE runs on GPUs alone, but for canonical packs.

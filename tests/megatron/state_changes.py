@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from host_rig import AdaptedLinear
 from megatron_rig import OPTIONS, Pair
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -23,48 +24,15 @@ DTYPE = torch.bfloat16 if OPTIONS.bf16 else torch.float32
 
 @dataclass
 class Knobs:
-    """A configuration of its own."""
-
     gain: float = 1.0
 
 
 def identity(hidden: Tensor) -> Tensor:
-    """As it came."""
     return hidden
 
 
 def halves(hidden: Tensor) -> Tensor:
-    """Half of it."""
     return hidden * 0.5
-
-
-class Adapter(nn.Module):
-    """A low-rank path beside a module, frozen or not, as adapters of Megatron-Bridge and PEFT have it."""
-
-    def __init__(self, inner: Any, seed: int = 3) -> None:
-        super().__init__()
-        self.inner = inner
-        generator = torch.Generator().manual_seed(seed)
-        self.paths = nn.ParameterDict()
-        for name in ("first", "second"):
-            for shape, side in (((4, WIDTH), "down"), ((WIDTH, 4), "up")):
-                values = torch.empty(shape).normal_(0, 0.2, generator=generator)
-                self.paths[f"{name}_{side}"] = nn.Parameter(values.to(DTYPE))
-        self._adapter_enabled = True
-        self.active = ["first"]
-        self.is_merged = False
-
-    def low_rank(self, hidden: Tensor, name: str) -> Tensor:
-        """One path."""
-        down, up = self.paths[f"{name}_down"], self.paths[f"{name}_up"]
-        return nn.functional.linear(nn.functional.linear(hidden, down), up)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        out, bias = self.inner(hidden, *args, **kwargs)
-        if self._adapter_enabled and not self.is_merged:
-            for name in self.active:
-                out = out + self.low_rank(hidden, name)
-        return out, bias
 
 
 class Probe(nn.Module):
@@ -74,13 +42,13 @@ class Probe(nn.Module):
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        self.inner = Adapter(inner)
-        self.config = inner.config
+        self.inner, self.config = inner, inner.config
+        inner.linear_fc1 = AdaptedLinear(inner.linear_fc1, rank=4)
         self.knobs = Knobs()
         self.number, self.text = 1.0, "plain"
         self.names = ["plain"]
         self.function: Callable[[Tensor], Tensor] = identity
-        device = inner.linear_fc1.weight.device
+        device = inner.linear_fc2.weight.device
         self.vector = torch.ones(WIDTH, device=device, dtype=DTYPE)
         self.register_buffer("offset", torch.zeros(WIDTH, device=device, dtype=DTYPE))
         self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
@@ -92,7 +60,6 @@ class Probe(nn.Module):
 
     @property
     def computed(self) -> float:
-        """From a property."""
         return 1.0
 
     def factor(self) -> float:
@@ -119,16 +86,14 @@ def probe(trainer: Trainer) -> Any:
 
 
 def adapter(trainer: Trainer) -> Any:
-    return probe(trainer).inner
+    return probe(trainer).inner.linear_fc1
 
 
 def fc2(trainer: Trainer) -> Any:
-    return adapter(trainer).inner.linear_fc2
+    return probe(trainer).inner.linear_fc2
 
 
 def sets(name: str, value: Any, owner: Callable[[Trainer], Any] = probe) -> Do:
-    """Another value of an attribute."""
-
     def do(trainer: Trainer) -> Undo:
         target = owner(trainer)
         has_own, before = name in vars(target), getattr(target, name, None)
@@ -172,19 +137,6 @@ def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
         return out * 0.5, second
 
     return half
-
-
-def merges(trainer: Trainer) -> Undo:
-    path, weight = adapter(trainer), fc2(trainer).weight.detach()
-    before = weight.clone()
-    weight.mul_(1.5)
-    path.is_merged = True
-
-    def undo() -> None:
-        weight.copy_(before)
-        path.is_merged = False
-
-    return undo
 
 
 def replaces_layer(trainer: Trainer) -> Undo:
@@ -241,7 +193,7 @@ def normalises_weight(trainer: Trainer) -> Undo:
 
 
 def ties(trainer: Trainer) -> Undo:
-    one, other = (layer.mlp.inner.inner.linear_fc2 for layer in trainer.chunk.decoder.layers)
+    one, other = (layer.mlp.inner.linear_fc2 for layer in trainer.chunk.decoder.layers)
     before = other.weight
     other.weight = one.weight
     return lambda: setattr(other, "weight", before)
@@ -252,8 +204,6 @@ def ties(trainer: Trainer) -> Undo:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change, and what has to follow from it."""
-
     do: Do  # makes it; returns what takes it back
     reason: EagerReason | None = EagerReason.STATE_CHANGED  # of the step after it; None where layers replay
     is_eager_back: bool = False  # taking it back costs an eager step, too; memory that moves again does not
@@ -269,11 +219,8 @@ class Change:
 
 
 STATES: dict[str, Do] = {
-    # Adapters.
-    "adapter off": sets("_adapter_enabled", False, adapter),
-    "another adapter": sets("active", ["second"], adapter),
-    "merged adapter": merges,
     # Plain values.
+    "adapter off": sets("_adapter_enabled", False, adapter),
     "float": sets("number", 0.5),
     "text": sets("text", "negated"),
     # Callables and tensors.
@@ -293,7 +240,7 @@ STATES: dict[str, Do] = {
         lambda it: delattr(it, "forward"),
         lambda trainer: trainer.chunk.decoder.layers[0],
     ),
-    "forward of a class": on_class(Adapter, "forward", halved),
+    "forward of a class": on_class(AdaptedLinear, "forward", halved),
     "property of a class": on_class(Probe, "computed", lambda _before: property(lambda self: 0.5)),
     # Of what lies behind an attribute: seen between steps alone.
     "list in place": in_place(lambda it: it.names.append("negated"), lambda it: it.names.remove("negated")),

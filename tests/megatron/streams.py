@@ -9,7 +9,6 @@ __all__ = ["make_groups", "makes_groups", "seed_streams", "seeded"]
 
 
 def seed_streams() -> None:
-    """Begins them anew, whichever tests ran before."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
@@ -27,7 +26,6 @@ def seeded(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_groups(**sizes: Any) -> None:
-    """Makes Megatron's groups anew, with others."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

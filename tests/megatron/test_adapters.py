@@ -4,7 +4,6 @@
 Adapters are those of host_rig.py, and Megatron-Bridge's own if its wheel is there.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -18,7 +17,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import PeftLinear, SwiftLinear, adapt, rollouts
+from host_rig import PeftLinear, SwiftLinear, adapt, rollouts, without_adapters
 from same_bits import assert_same_bits
 from torch import nn
 
@@ -90,29 +89,11 @@ _ADAPT = {
 
 @pytest.fixture(params=_ADAPT)
 def pair(request: pytest.FixtureRequest, install: rig.Install) -> rig.Pair:
-    """Two models with adapters of the same weights."""
     is_bridges = request.param == "Megatron-Bridge's"
     if is_bridges and not Path(FOLDER, "megatron", "bridge", "peft").is_dir():
         pytest.skip("needs MEGAGRAPH_TEST_BRIDGE, a folder with an unpacked wheel of megatron-bridge")
     install(capacities=("64:12",))
     return rig.Pair(prepare=_ADAPT[request.param])
-
-
-@contextlib.contextmanager
-def disabled(*trainers: Any) -> Iterator[None]:
-    """As the `disable_adapter()` of Megatron-Bridge does it, and PEFT's, which freezes them besides."""
-    modules = [module for trainer in trainers for module in trainer.chunk.modules()]
-    wrappers = [module for module in modules if hasattr(module, "_adapter_enabled")]
-    assert len(wrappers) == rig.LAYERS * len(trainers)
-    enables = [
-        getattr(wrapper, "enable_adapters", partial(setattr, wrapper, "_adapter_enabled"))
-        for wrapper in wrappers
-    ]
-    for enable in enables:
-        enable(False)
-    yield
-    for enable in enables:
-        enable(True)
 
 
 def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) -> None:
@@ -122,7 +103,7 @@ def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) 
         packs = rollouts(index, mini_batches=2)
         everything = [micro for mini_batch in packs for micro in mini_batch]
         pair.evaluate(*everything)
-        with disabled(*pair.both):
+        with without_adapters(*(trainer.chunk for trainer in pair.both)):
             pair.evaluate(*everything)
         for mini_batch in packs:
             pair.step(*mini_batch)
@@ -135,7 +116,7 @@ def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) 
     assert report["graphs"] == (2 + 1 + 1 + 2 * again) * rig.LAYERS
     assert report["failures"] == [] and report["verification"]["unverified"] == 0
     # Adapters matter.
-    with disabled(pair.eager):
+    with without_adapters(pair.eager.chunk):
         without = rig.evaluate(pair.eager, [rig.ONE], eager=True)
     assert not torch.equal(without[0], rig.evaluate(pair.eager, [rig.ONE], eager=True)[0])
 
@@ -145,7 +126,7 @@ def _step_with_a_reference(trainer: Any) -> rig.Step:
 
     def micros() -> Iterator[rig.Micro]:
         for micro in (rig.ONE, rig.TWO):
-            with disabled(trainer), torch.no_grad():
+            with without_adapters(trainer.chunk), torch.no_grad():
                 references.append(rig.forward(trainer.model, micro, trainer.device)[0])
             yield micro
 

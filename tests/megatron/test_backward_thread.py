@@ -8,23 +8,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    Step,
-    forward,
-    grads,
-    report_of,
-    schedule,
-    step,
-)
+from moe_rig import FULL_RECOMPUTE, recompute
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -68,13 +55,13 @@ class Seen:
         return list(self.multithreaded)
 
 
-def trained(install: Install, **further: Any) -> tuple[Trainer, Seen]:
+def trained(install: rig.Install, **further: Any) -> tuple[Trainer, Seen]:
     """A model that replays in training, and what its backward passes find."""
     install()
-    trainer = Trainer(OPTIONS, **further)
+    trainer = Trainer(rig.OPTIONS, **further)
     seen = Seen(trainer)
-    assert seen.of(step, trainer, [ONE, TWO]) == [True, True], "nothing was captured yet"
-    step(trainer, [ONE, TWO])
+    assert seen.of(rig.step, trainer, [rig.ONE, rig.TWO]) == [True, True], "nothing was captured yet"
+    rig.step(trainer, [rig.ONE, rig.TWO])
     return trainer, seen
 
 
@@ -84,16 +71,18 @@ def trained(install: Install, **further: Any) -> tuple[Trainer, Seen]:
     ids=["torch's backward", "the engine itself, as pipelines call it", "DDP's hooks"],
 )
 def test_the_backward_of_replayed_layers_runs_on_the_calling_thread(
-    install: Install, transformer: dict[str, Any], ddp: dict[str, Any]
+    install: rig.Install, transformer: dict[str, Any], ddp: dict[str, Any]
 ) -> None:
     trainer, seen = trained(install, config=transformer, ddp=ddp)
-    before = report_of(trainer)["replays"]
-    assert seen.of(step, trainer, [ONE, TWO]) == [False, False]
+    before = rig.report_of(trainer)["replays"]
+    assert seen.of(rig.step, trainer, [rig.ONE, rig.TWO]) == [False, False]
     assert seen.threads == [threading.get_ident()] * 2
-    assert report_of(trainer)["replays"] == before + 2 * LAYERS
+    assert rig.report_of(trainer)["replays"] == before + 2 * rig.LAYERS
 
 
-def test_graphs_are_off_on_the_thread_that_asked_for_it_and_in_its_backward_passes(install: Install) -> None:
+def test_graphs_are_off_on_the_thread_that_asked_and_in_its_backward_passes(
+    install: rig.Install,
+) -> None:
     """Bug: a thread that computed rewards switched them off for the trainer, too."""
     trainer, seen = trained(install)
     asks, ends, is_off = threading.Event(), threading.Event(), []
@@ -106,42 +95,41 @@ def test_graphs_are_off_on_the_thread_that_asked_for_it_and_in_its_backward_pass
     other = threading.Thread(target=rewards)
     other.start()
     assert asks.wait(60)
-    before = report_of(trainer)["replays"]
-    step(trainer, [ONE, TWO])
-    assert report_of(trainer)["replays"] == before + 2 * LAYERS
+    before = rig.report_of(trainer)["replays"]
+    rig.step(trainer, [rig.ONE, rig.TWO])
+    assert rig.report_of(trainer)["replays"] == before + 2 * rig.LAYERS
     ends.set()
     other.join()
 
     seen.does = lambda: is_off.append(megagraph.is_cuda_graph_skipped())
-    step(trainer, [ONE, TWO], eager=True)
-    step(trainer, [ONE, TWO])
+    rig.step(trainer, [rig.ONE, rig.TWO], eager=True)
+    rig.step(trainer, [rig.ONE, rig.TWO])
     assert is_off == [True, True, False, False]
 
 
 @pytest.mark.parametrize("how", ["skipped", "suspended", "mode eager", "refused"])
-def test_a_step_without_graphs_is_left_alone(install: Install, how: str) -> None:
+def test_a_step_without_graphs_is_left_alone(install: rig.Install, how: str) -> None:
     install(mode="eager" if how == "mode eager" else "graph")
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    trainer = Trainer(OPTIONS, config=full if how == "refused" else None)
+    trainer = Trainer(rig.OPTIONS, config=FULL_RECOMPUTE if how == "refused" else None)
     seen = Seen(trainer)
-    step(trainer, [ONE], times=3)
+    rig.step(trainer, [rig.ONE], times=3)
     if how == "suspended":
         megagraph.suspend()
-    assert seen.of(step, trainer, [ONE], eager=how == "skipped") == [True]
+    assert seen.of(rig.step, trainer, [rig.ONE], eager=how == "skipped") == [True]
 
 
-def test_a_backward_outside_of_a_schedule_is_left_alone(install: Install) -> None:
+def test_a_backward_outside_of_a_schedule_is_left_alone(install: rig.Install) -> None:
     trainer, seen = trained(install)
-    before = report_of(trainer)["replays"]
+    before = rig.report_of(trainer)["replays"]
     trainer.zero_grad()
-    assert seen.of(lambda: forward(trainer.model, ONE, trainer.device)[0].sum().backward()) == [True]
-    assert report_of(trainer)["replays"] == before + LAYERS
+    assert seen.of(lambda: rig.forward(trainer.model, rig.ONE, trainer.device)[0].sum().backward()) == [True]
+    assert rig.report_of(trainer)["replays"] == before + rig.LAYERS
 
 
-def test_a_step_of_another_model_is_left_alone(install: Install) -> None:
+def test_a_step_of_another_model_is_left_alone(install: rig.Install) -> None:
     trained(install)
-    other = Trainer(OPTIONS)
-    assert Seen(other).of(step, other, [ONE]) == [True]
+    other = Trainer(rig.OPTIONS)
+    assert Seen(other).of(rig.step, other, [rig.ONE]) == [True]
 
 
 class _GaveUp(Exception):
@@ -149,7 +137,7 @@ class _GaveUp(Exception):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_switch_is_put_back_after_an_error(install: Install, where: str) -> None:
+def test_the_switch_is_put_back_after_an_error(install: rig.Install, where: str) -> None:
     trainer, seen = trained(install)
 
     def give_up(*_: object) -> None:
@@ -163,57 +151,57 @@ def test_the_switch_is_put_back_after_an_error(install: Install, where: str) -> 
 
     handle = trainer.chunk.embedding.register_forward_hook(fail)
     with pytest.raises(_GaveUp):
-        step(trainer, [ONE])
+        rig.step(trainer, [rig.ONE])
     assert is_multithreaded()
     handle.remove()
     # DDP counts gradients, and has not heard of all of them.
-    assert seen.of(schedule, trainer.model, [ONE], 1, trainer.device) == [False]
+    assert seen.of(rig.schedule, trainer.model, [rig.ONE], 1, trainer.device) == [False]
 
 
-def test_who_switched_threads_off_finds_them_off(install: Install) -> None:
+def test_who_switched_threads_off_finds_them_off(install: rig.Install) -> None:
     trainer, seen = trained(install)
     with torch.autograd.set_multithreading_enabled(False):
-        assert seen.of(step, trainer, [ONE]) == [False]
+        assert seen.of(rig.step, trainer, [rig.ONE]) == [False]
         assert not is_multithreaded()
 
 
 # Megatron recomputes no MLP that hands on its bias.
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False}
+RECOMPUTED = recompute("mlp", add_bias_linear=False)
 
 
 @pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "a backward inside the backward"])
 def test_bits_where_an_eager_layer_lies_between_replayed_ones(recompute: bool) -> None:
     """The eager one recomputes its MLP through Megatron's checkpoint, which calls the engine again."""
-    pair = Pair(layers=3, config=RECOMPUTED if recompute else None)
+    pair = rig.Pair(layers=3, config=RECOMPUTED if recompute else None)
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].self_attention.register_forward_hook(lambda *args: None)
     seen = Seen(pair.graphed)
     for index in range(3):
-        pair.step(ONE, Micro(lengths=(3 + index, 30, 8), seed=index))
+        pair.step(rig.ONE, rig.Micro(lengths=(3 + index, 30, 8), seed=index))
     assert seen.multithreaded == [True] * 2 + [False] * 4
     assert pair.report()["eager"] == {"WARMING_UP": 2 * 3, "FOREIGN_HOOK": 2 * 2}
 
 
 @pytest.mark.gpu
-def test_bits_where_the_backward_goes_by_way_of_the_host(pair: Pair) -> None:
+def test_bits_where_the_backward_goes_by_way_of_the_host(pair: rig.Pair) -> None:
     """Losses are worked on by the host: one thread takes the place of two."""
     for trainer in pair.both:
         trainer.model.register_forward_hook(lambda _module, _args, losses: (losses.cpu() * 3).cuda())
     seen = Seen(pair.graphed)
     for index in range(4):
-        pair.step(ONE, Micro(lengths=(3 + index, 30, 8), seed=index))
+        pair.step(rig.ONE, rig.Micro(lengths=(3 + index, 30, 8), seed=index))
     assert seen.multithreaded == [True] * 2 + [False] * 6
     assert set(seen.threads[2:]) == {threading.get_ident()} and threading.get_ident() not in seen.threads[:2]
 
 
-def test_the_same_bits_on_both_sides_of_the_switch(install: Install) -> None:
+def test_the_same_bits_on_both_sides_of_the_switch(install: rig.Install) -> None:
     """Of one model and one replay: inside of a schedule, and by its calls alone."""
     trainer, _seen = trained(install)
-    inside = step(trainer, [ONE], update=False)
+    inside = rig.step(trainer, [rig.ONE], update=False)
     trainer.zero_grad()
-    losses, reduce = forward(trainer.model, ONE, trainer.device)
+    losses, reduce = rig.forward(trainer.model, rig.ONE, trainer.device)
     loss, kept = reduce(losses)
     loss.backward()
     trainer.model.finish_grad_sync()
-    assert_same_bits(inside, Step(losses=[kept["losses"]], grads=grads(trainer.chunk)))
+    assert_same_bits(inside, rig.Step(losses=[kept["losses"]], grads=rig.grads(trainer.chunk)))

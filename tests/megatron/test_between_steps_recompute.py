@@ -4,11 +4,13 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import megatron_rig as rig
 import pytest
 import torch
+from moe_rig import recompute
 from rope_rig import canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -23,10 +25,6 @@ STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO]]
 REPLAYS = 2 * 2 * rig.LAYERS  # if everything after the warm-up replays
 
 
-def _selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-
-
 @pytest.fixture
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes each time that one of Megatron's checkpoints runs its part of the model again."""
@@ -39,12 +37,12 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("module")
         return original(ctx, *args)
 
-    def recompute(checkpoint: Any, grad: Any) -> Any:
+    def again(checkpoint: Any, grad: Any) -> Any:
         seen.append("norm")
         return original_norm(checkpoint, grad)
 
     monkeypatch.setattr(random.CheckpointFunction, "backward", staticmethod(backward))
-    monkeypatch.setattr(random.CheckpointWithoutOutput, "_recompute", recompute)
+    monkeypatch.setattr(random.CheckpointWithoutOutput, "_recompute", again)
     return seen
 
 
@@ -70,7 +68,7 @@ def test_selective_recompute_inside_a_layer_has_eager_bits(
 ) -> None:
     # Without biases: Megatron's checkpoint of an MLP that returns one recurses without end.
     common = {"hidden_dropout": dropout, "add_bias_linear": False}
-    graphed = rig.compare_runs(STEPS, config={**_selective(*modules), **common})
+    graphed = rig.compare_runs(STEPS, config={**recompute(*modules), **common})
     assert recomputed.count("module") >= len(STEPS) * 2 * rig.LAYERS * len(modules)
     if dropout and "mlp" in modules:  # Megatron's rule R17, though the dropout lies behind the MLP
         assert graphed.report["eager"] == {"SCOPE_UNSUPPORTED": len(STEPS) * 2 * rig.LAYERS}
@@ -87,7 +85,7 @@ def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) 
     # Later releases compile a few lines of C++ for it.
     if hasattr(random, "_get_share_storage") and None in (shutil.which("ninja"), shutil.which("c++")):
         pytest.skip("this release compiles C++ to recompute a norm: no ninja or no compiler")
-    graphed = rig.compare_runs(STEPS, config=_selective("layernorm"))
+    graphed = rig.compare_runs(STEPS, config=recompute("layernorm"))
     assert recomputed.count("norm") >= len(STEPS) * 2 * rig.LAYERS
     _check_replays(graphed)
     assert_same_bits(graphed, rig.train(rig.graph_config(), STEPS, eager=True))
@@ -102,7 +100,7 @@ CANONICAL = [
 
 def test_selective_recompute_of_canonical_packs_has_the_bits_of_an_unpatched_run() -> None:
     """No part that a graphed model may recompute rotates anything."""
-    transformer = {**_selective("core_attn", "mlp"), "add_bias_linear": False}
+    transformer = recompute("core_attn", "mlp", add_bias_linear=False)
     three_modes(CANONICAL, capacities=(HALF,), config=transformer)
 
 
@@ -166,20 +164,23 @@ def tracker_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Any
         torch.cuda.set_rng_state(state)
 
 
-class _DropsByName(torch.nn.Module):
-    """An MLP that loses entries of its input by a stream of Megatron's tracker."""
+class _Drops(torch.nn.Module):
+    """An MLP that loses entries of its input, by a stream of Megatron's tracker if it is told so."""
 
-    def __init__(self, inner: torch.nn.Module) -> None:
+    def __init__(self, inner: torch.nn.Module, *, by_name: bool = False) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.dropout, self.by_name = inner, torch.nn.Dropout(0.3), by_name
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         from megatron.core import tensor_parallel
 
-        if hidden.is_cuda:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                hidden = torch.nn.functional.dropout(hidden, 0.3, self.training)
+        named = self.by_name and hidden.is_cuda
+        with tensor_parallel.get_cuda_rng_tracker().fork() if named else contextlib.nullcontext():
+            hidden = self.dropout(hidden)
         return self.inner(hidden, *args, **kwargs)
+
+
+DROPS, DROPS_BY_NAME = rig.around_mlps(_Drops), rig.around_mlps(partial(_Drops, by_name=True))
 
 
 def _graphed_and_eager(
@@ -199,8 +200,7 @@ def _graphed_and_eager(
 def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_graphs(
     graph_safe: bool, tracker_of: Callable[[bool], Any]
 ) -> None:
-    drops = rig.around_mlps(_DropsByName)
-    report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=drops)
+    report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=DROPS_BY_NAME)
     reason = {} if graph_safe else {"RNG_NOT_GRAPH_SAFE": REPLAYS}
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, **reason}
     assert report["replays"] == (REPLAYS if graph_safe else 0)
@@ -212,7 +212,7 @@ def test_selective_recompute_replays_where_random_streams_are_safe_for_graphs(
     modules: tuple[str, ...], tracker_of: Callable[[bool], Any]
 ) -> None:
     tracker_of(True)
-    graphed = rig.compare_runs(STEPS, config={**_selective(*modules), "add_bias_linear": False})
+    graphed = rig.compare_runs(STEPS, config=recompute(*modules, add_bias_linear=False))
     assert graphed.report["replays"] == REPLAYS and graphed.report["failures"] == []
 
 
@@ -236,22 +236,10 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(
             tracker.set_states(others)
         yield
 
-    drops = rig.around_mlps(_DropsByName)
-    report = _graphed_and_eager([[rig.ONE, rig.TWO]] * 5, make, around=replacing, prepare=drops)
+    report = _graphed_and_eager([[rig.ONE, rig.TWO]] * 5, make, around=replacing, prepare=DROPS_BY_NAME)
     calls = 2 * rig.LAYERS
     assert report["eager"] == {"WARMING_UP": calls, "ADDRESS_MOVED": calls}
     assert report["replays"] == 3 * calls
-
-
-class _Drops(torch.nn.Module):
-    """An MLP that loses entries of its input by torch's own dropout."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner, self.dropout = inner, torch.nn.Dropout(0.3)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(self.dropout(hidden), *args, **kwargs)
 
 
 @pytest.mark.gpu
@@ -266,9 +254,8 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     """
     from megatron.core.tensor_parallel import random
 
-    given: dict[str, Any] = {"config": {**_selective("mlp"), "add_bias_linear": False}}
-    drops = rig.around_mlps(_Drops)
-    report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=drops, **given)
+    given: dict[str, Any] = {"config": recompute("mlp", add_bias_linear=False)}
+    report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=DROPS, **given)
     # Later releases do not recompute while they are told of a capture: states that are set back tell no
     # difference then, and generators are drawn from once less.
     recomputes_in_capture = not hasattr(random, "_get_share_storage")

@@ -105,12 +105,9 @@ def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(before: str, in
     def broken(*_: object) -> None:
         raise ArithmeticError("an injected failure")
 
-    pair = Pair()
-    pair.step(MICRO, times=2)
-    megagraph.uninstall()
-    expected = call(pair.graphed)
+    trainer = Trainer(OPTIONS)
+    expected = call(trainer)
     install()
-    trainer = pair.graphed
     step(trainer, [MICRO], update=False, times=2)
     (report,) = megagraph.reports()
     assert report["replays"] == LAYERS

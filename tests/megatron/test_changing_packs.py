@@ -20,7 +20,6 @@ SMALL = Capacity(tokens=64, num_seqs=4, max_seqlen=48)
 
 
 def _cut(rng: random.Random, tokens: int, documents: int) -> tuple[int, ...]:
-    """`documents` lengths that add up to `tokens`."""
     cuts = sorted(rng.sample(range(1, tokens), documents - 1))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True))
 
@@ -66,11 +65,7 @@ MAIN: dict[str, Any] = {"capacities": (SMALL,), "cuda_graph_warmup_steps": WARM_
 
 
 def test_every_call_has_the_bits_of_eager_and_replays_or_has_the_reason_that_a_hand_count_gives() -> None:
-    graphed = rig.train(rig.graph_config(**MAIN), _job())
-    for mode, eager in (("graph", True), ("eager", False), ("graph", False)):
-        other = rig.train(rig.graph_config(**MAIN, mode=mode), _job(), eager=eager)
-        assert (other.report["replays"] == other.report["graphs"] == 0) == (eager or mode == "eager")
-        assert_same_bits(graphed, other)
+    graphed = rig.compare_runs(_job(), plugin=MAIN)
     expected: Counter[str] = Counter()
     for index, micros in enumerate(_job()):
         for micro in micros:
@@ -207,12 +202,6 @@ def test_tokens_count_once_however_many_layers_stay_eager(layer: int, install: r
     assert report["padding_share"] == _approx(_share(FORMS[0] * 2))
 
 
-def _other_tables(trainer: Trainer) -> None:
-    """Rotary tables of half the frequencies, from now on."""
-    trainer.chunk.rotary_pos_emb.inv_freq.mul_(0.5)
-    type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
-
-
 @pytest.mark.parametrize("make", [rig.ModelTrainer, rig.HybridTrainer], ids=["GPTModel", "HybridModel"])
 def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_token(make: rig.Make) -> None:
     """The call is refused after its slot was leased."""
@@ -221,7 +210,8 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_to
     pair.step(rig.ONE, times=2)
     before = pair.report()
     for trainer in pair.both:
-        _other_tables(trainer)
+        trainer.chunk.rotary_pos_emb.inv_freq.mul_(0.5)
+        type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
     pair.step(rig.ONE, rig.TWO)
     after = pair.report()
     assert after["eager"] == {"WARMING_UP": layers, "SIGNATURE_CHANGED": 2 * layers}

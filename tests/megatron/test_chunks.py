@@ -12,7 +12,7 @@ import moe_rig
 import parallel_jobs
 import pipeline_jobs
 import pytest
-from torch import Tensor, nn
+from torch import nn
 from worlds import World, on_ranks
 
 import megagraph
@@ -62,28 +62,11 @@ def _hooked(module: nn.Module) -> None:
     module.register_forward_hook(lambda *_args: None)
 
 
-def _uncapturable(mlp: Any) -> None:
-    forward = mlp.forward
-
-    def raising(*args: Any, **kwargs: Any) -> Any:
-        if rig.is_capturing():
-            raise ArithmeticError("an injected failure")
-        return forward(*args, **kwargs)
-
-    mlp.forward = raising
-
-
 def _baked(mlp: Any) -> None:
-    forward = mlp.forward
-
-    def baked(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        out, bias = forward(*args, **kwargs)
-        return out * (1.5 if rig.is_capturing() else 1.0), bias
-
-    mlp.forward = baked
+    rig.changes_output(mlp, lambda out: out * (1.5 if rig.is_capturing() else 1.0))
 
 
-FAULTS = {"FOREIGN_HOOK": _hooked, "CAPTURE_FAILED": _uncapturable, "VERIFY_FAILED": _baked}
+FAULTS = {"FOREIGN_HOOK": _hooked, "CAPTURE_FAILED": rig.breaks, "VERIFY_FAILED": _baked}
 
 
 @pytest.mark.parametrize(
@@ -116,21 +99,10 @@ def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: 
     warm_up = CapturePlan._run_once
     monkeypatch.setattr(CapturePlan, "_run_once", lambda *args: (passed.clear(), warm_up(*args))[1])
 
-    def at_most_two(index: int) -> None:
-        mlp = _layer(pair, index).mlp
-        forward = mlp.forward
-
-        def limited(*args: Any, **kwargs: Any) -> Any:
-            if rig.is_capturing():
-                passed.append(index)
-                if len(passed) > 2:
-                    raise ArithmeticError("too many layers in one graph")
-            return forward(*args, **kwargs)
-
-        mlp.forward = limited
-
-    for index in range(LAYERS):
-        at_most_two(index)
+    for index in range(LAYERS):  # at most two in one graph
+        rig.breaks(
+            _layer(pair, index).mlp, lambda: rig.is_capturing() and (passed.append(0) or len(passed) > 2)
+        )
     pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert sites(pair) == [f"layer {index}" for index in range(LAYERS)]
@@ -138,7 +110,6 @@ def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: 
 
 
 def _note_passes(backend: Any, passed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empties the list where a graph begins."""
     original = backend.record
 
     def record(self: Any, pool: int, body: Callable[[], None], memory: Any = None) -> Any:
@@ -214,29 +185,6 @@ def test_layers_of_other_models_are_joined(
     assert report["eager"] == {"WARMING_UP": 3 * layers}
 
 
-BUCKETS: dict[str, dict[str, Any]] = {
-    "gradients reduced in the backward": {"overlap_grad_reduce": True},
-    "parameters gathered in the forward": dict.fromkeys(
-        ("overlap_grad_reduce", "use_distributed_optimizer", "overlap_param_gather"), True
-    ),
-}
-
-
-@pytest.mark.parametrize("option", BUCKETS)
-def test_chunks_end_where_buckets_do(world2: World, option: str) -> None:
-    """They are reduced in the order of eager, and while the backward goes on."""
-    reports = world2.run(
-        pipeline_jobs.train_pair,
-        cut=Cut(stages=1),
-        layers=LAYERS,
-        ddp={**BUCKETS[option], "bucket_size": 20_000},
-        plugin={"cuda_graph_granularity": CHUNK},
-    )
-    for (report,) in reports:
-        assert 1 < report["sites"] < LAYERS
-        assert report["eager"] == {"WARMING_UP": report["first"] * LAYERS} and report["failures"] == []
-
-
 @on_ranks(2)
 def test_buckets_are_reduced_while_the_backward_goes_on() -> None:
     """That of the last layers before the graph of the first ones is launched."""
@@ -254,22 +202,32 @@ def test_buckets_are_reduced_while_the_backward_goes_on() -> None:
     assert report["replays"] == 2 * LAYERS and not had[0] and had[-1]
 
 
-def test_pipelines(world2: World) -> None:
+OVERLAPS = ("overlap_grad_reduce", "use_distributed_optimizer", "overlap_param_gather")
+BUCKETS = {**dict.fromkeys(OVERLAPS, True), "bucket_size": 20_000}
+# Of each chunk: how many layers and sites, which end where buckets do.
+TRAININGS: dict[str, tuple[dict[str, Any], int, range]] = {
+    "buckets": ({"cut": Cut(stages=1), "ddp": BUCKETS}, LAYERS, range(2, LAYERS)),
+    "pipelines": ({"cut": Cut(chunks=2)}, 3, range(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_bits_on_ranks(world2: World, name: str) -> None:
+    """Buckets are reduced in the order of eager, and gathered in the forward."""
+    options, layers, sites = TRAININGS[name]
     plugin = {"cuda_graph_granularity": CHUNK}
-    reports = world2.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), layers=3, plugin=plugin)
-    for of_rank in reports:
+    for of_rank in world2.run(pipeline_jobs.train_pair, layers=layers, plugin=plugin, **options):
         for report in of_rank:
-            assert (report["layers"], report["sites"]) == (3, 1)
-            assert report["eager"] == {"WARMING_UP": report["first"] * 3}
+            assert report["layers"] == layers and report["sites"] in sites
+            assert report["eager"] == {"WARMING_UP": report["first"] * layers} and report["failures"] == []
 
 
-@pytest.mark.parametrize("how", ["capture", "hook"])
-def test_ranks_that_share_layers_are_cut_alike(world2: World, how: str) -> None:
+def test_ranks_that_share_layers_are_cut_alike(world2: World) -> None:
     """Rank 0 alone is at fault in layer 1 of two."""
     reports = world2.run(
         parallel_jobs.disagree,
         tensor_parallel=2,
-        how={0: how},
+        how={0: "capture"},
         config={"tensor_model_parallel_size": 2},
         plugin={"cuda_graph_granularity": CHUNK},
     )

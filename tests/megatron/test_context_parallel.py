@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose context-parallel ranks share every pack: graphs have the bits of eager, and eager is right."""
 
-from itertools import accumulate, product
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import context_jobs
 import pytest
 import torch
-from context_models import EMPTY_DUMMY, MANY_KINDS, OF_ENGINE, ROUTERS
-from megatron.core.transformer.enums import AttnMaskType
+from context_jobs import EMPTY_DUMMY, MANY_KINDS, OF_ENGINE, ROUTERS
 from megatron_rig import needs_engine
-from torch import Tensor, distributed
-from worlds import World, Worlds
-
-from megagraph.modules import VarlenAttention
-from megagraph.packs.ops import thd_partition_indices
+from worlds import Worlds
 
 pytestmark = pytest.mark.megatron
 
@@ -29,7 +22,7 @@ engine = [pytest.mark.gpu, needs_engine]
 both = pytest.mark.both
 
 
-def spread(mla: str | None = None, **options: Any) -> Options:
+def spread(mla: str, **options: Any) -> Options:
     """Experts over both ranks."""
     model = {"experts": True, "mla": mla}
     return {"model": model, "plugin": ROUTERS, "expert_model_parallel_size": 2, **MANY_KINDS, **options}
@@ -41,8 +34,7 @@ TRAININGS: dict[str, tuple[Any, Options]] = {
     "a tail that is a document": (both, {"plugin": EMPTY_DUMMY}),
     # Bug: longer than a rank's rows, which is 64, the longest document could not be said.
     "a longest document that is said": ((), {"plugin": {"max_seqlen": 112}}),
-    "experts": (both, spread(**MISFITS)),
-    "MLA experts": ((), spread("plain, RoPE", **MISFITS)),
+    "MLA experts": (both, spread("plain, RoPE", **MISFITS)),
     # Megatron makes its table on a GPU.
     "MLA experts, YaRN": (pytest.mark.gpu, spread("low rank, YaRN", **MISFITS)),
     "experts beside tensor parallelism": (
@@ -88,127 +80,36 @@ def test_graphs_have_eager_bits(worlds: Worlds, name: str) -> None:
         assert 0 < report["padding_share"] < 1
 
 
-def test_capacities_are_learned(world2: World) -> None:
-    plugin = {"cuda_graph_max_packed_seqs": (), "max_seqlen_per_dp_cp_rank": None}
-    reports = world2.run(context_jobs.train_shared, cp_size=2, has_tails=False, plugin=plugin)
-    assert reports[0]["capacities"] == reports[1]["capacities"]
-    for report in reports:
-        (capacity, *_) = report["capacities"]
-        assert capacity["max_seqlen"] == 2 * capacity["tokens"] and report["replays"] > 0
-
-
-MODELS: dict[str, Options] = {
-    "gathered": {"num_attention_heads": 4},
-    "heads exchanged": {"num_attention_heads": 4, "cp_comm_type": "a2a"},
-    "mla": {"model": {"mla": "low rank, RoPE"}},
-    "mla, heads exchanged": {"model": {"mla": "plain, RoPE"}, "cp_comm_type": "a2a"},
-    "experts": EXPERTS,
-    "a tail that is a document": {"plugin": EMPTY_DUMMY},
-    "Transformer Engine": {"model": {"engine": True}},
+EXCHANGED: Options = {
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 16,
+    "cp_comm_type": "a2a",
 }
-MARKS = {"experts": both, "a tail that is a document": both, "Transformer Engine": engine}
-# Other models of these: test_dynamic_context.py.
-SAY_WHO_SHARES_THEM = ("experts", "Transformer Engine")
+ENGINE: Options = {"model": {"engine": True}}
+# Marks, ranks, whether the model is made for them or packs say so (more: test_dynamic_context.py), options.
+MODELS: dict[str, tuple[Any, int, bool, Options]] = {
+    "gathered": ((), 4, True, {"num_attention_heads": 4, "num_query_groups": 2}),
+    "heads exchanged, as packs say": ((), 4, False, EXCHANGED),
+    "MLA, heads exchanged": ((), 2, True, {"model": {"mla": "plain, RoPE"}, "cp_comm_type": "a2a"}),
+    "experts": (both, 2, True, EXPERTS),
+    "experts, as packs say": (both, 2, False, {**EXPERTS, "calculate_per_token_loss": True}),
+    "a tail that is a document": (both, 2, True, {"plugin": EMPTY_DUMMY}),
+    "Transformer Engine": (engine, 2, True, ENGINE),
+    "Transformer Engine, as packs say": (engine, 2, False, ENGINE),
+}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case", "is_static"),
-    [
-        *(
-            pytest.param(4 if case == "gathered" else 2, case, True, marks=MARKS.get(case, ()))
-            for case in MODELS
-        ),
-        *(
-            pytest.param(2, case, False, marks=engine if "Engine" in case else ())
-            for case in SAY_WHO_SHARES_THEM
-        ),
-    ],
-)
-def test_each_rank_has_its_share_of_whole_packs(
-    worlds: Worlds, ranks: int, case: str, is_static: bool
-) -> None:
-    """Of documents, too, that end right at, before or behind each border between two ranks' rows.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, (marks, *_) in MODELS.items()])
+def test_each_rank_has_its_share_of_whole_packs(worlds: Worlds, name: str) -> None:
+    """Of documents, too, that are empty or end right at, before or behind a border between two ranks' rows.
 
     Losses of routers are those of whole packs, and are logged as these. Bug: in 0.16 they weighed the less
     the more ranks shared a pack, where losses are per token. Where all packs are shared alike that is
     Megatron's own, and all weigh alike.
     """
-    options = {"cp_size": ranks, "is_static": is_static, **MODELS[case]}
-    if case == "experts":
-        options["calculate_per_token_loss"] = not is_static
-    for losses, gradients, metrics in worlds.of(ranks).run(context_jobs.beside_one_process, **options):
+    _marks, ranks, is_static, options = MODELS[name]
+    given = {"cp_size": ranks, "is_static": is_static, **options}
+    for losses, gradients, metrics in worlds.of(ranks).run(context_jobs.beside_one_process, **given):
         assert losses <= BOUND and gradients <= BOUND and metrics <= BOUND
-        assert metrics >= 0 or case != "experts"
-
-
-# -- attention alone -------------------------------------------------------------------------------------
-
-
-class Heads(NamedTuple):
-    """Sizes of an attention."""
-
-    queries: int  # heads
-    groups: int  # of queries that share a key
-    dim: int  # of queries and keys
-    values: int  # dimensions of values
-
-
-HEADS = {"grouped queries": Heads(8, 4, 16, 16), "mla": Heads(4, 4, 48, 32)}
-# One document; several, of which a few are empty; rows past the end.
-PACKS = ((64,), 0), ((8, 0, 40, 16, 0), 0), ((16, 8), 24)
-# On a GPU partial gradients are rounded before they travel.
-ATTENTION_BOUND = 2e-2 if ON_GPU else 2e-6
-
-
-def _pack(lengths: tuple[int, ...], device: str, **shared: Any) -> Any:
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return SimpleNamespace(
-        **{"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets},
-        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), None),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(lengths)),
-        **shared,
-    )
-
-
-def _run(comm_type: str | None, qkv: list[Tensor], grad: Tensor, pack: Any) -> list[Tensor]:
-    config = SimpleNamespace(
-        attention_dropout=0.0, context_parallel_size=1, apply_query_key_layer_scaling=False
-    )
-    module = VarlenAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=comm_type)
-    leaves = [rows.clone().requires_grad_() for rows in qkv]
-    out = module(*leaves, None, packed_seq_params=pack)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def attend(comm_type: str | None, heads: Heads, lengths: tuple[int, ...], tail: int) -> None:
-    """For this rank's rows of a pack, and for all of them alone."""
-    group = distributed.group.WORLD
-    assert group is not None
-    size, rank = group.size(), group.rank()
-    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
-    end, generator = sum(lengths), torch.Generator().manual_seed(11)
-    shapes = (heads.queries, heads.dim), (heads.groups, heads.dim), (heads.groups, heads.values)
-    rows = [torch.randn(end + tail, *shape, generator=generator) for shape in shapes]
-    rows.append(torch.randn(end + tail, heads.queries * heads.values, generator=generator))
-    for tensor in rows:
-        tensor[end:] = float("nan")
-    *qkv, grad = (tensor.to(device, dtype) for tensor in rows)
-    alone = _run(comm_type, qkv, grad, _pack(lengths, device))
-    mine = thd_partition_indices(_pack(lengths, device).cu_seqlens_q, end + tail, size, rank).long()
-    shared = _pack(lengths, device, local_cp_size=size, cp_group=group)
-    local = [tensor[mine] for tensor in qkv]
-    ours, again = (_run(comm_type, local, grad[mine], shared) for _ in range(2))
-    for name, one, other, whole in zip(("out", "q", "k", "v"), ours, again, alone, strict=True):
-        assert not one[end // size :].any(), f"the tail of {name}"
-        assert torch.equal(one, other), name
-        distance = (one.double() - whole[mine].double()).abs().max() / whole.double().abs().max()
-        assert distance <= ATTENTION_BOUND, f"{name}: {distance}"
-
-
-def attend_in_each() -> None:
-    for (lengths, tail), heads, comm_type in product(PACKS, HEADS.values(), (None, "a2a")):
-        attend(comm_type, heads, lengths, tail)
-
-
-def test_each_rank_has_its_rows_of_the_whole(world4: World) -> None:
-    world4.run(attend_in_each)
+        assert metrics >= 0 or "experts" not in name

@@ -56,7 +56,6 @@ class Calls:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what is inside."""
         sys.setprofile(self._see)
         try:
             yield

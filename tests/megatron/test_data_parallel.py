@@ -16,65 +16,46 @@ from megagraph.demo.trainer import Trainer
 pytestmark = pytest.mark.megatron
 
 OVERLAP = {"overlap_grad_reduce": True}
-sharded = partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS)
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+BUCKETS = {**OVERLAP, "bucket_size": 4000}
+SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
+SMALL = {**SHARDED, "bucket_size": 1000}
+ATTENTION, MLPS = ({"cuda_graph_modules": scope} for scope in ("attn", "mlp"))
+hooked = partial(ModelTrainer, layers=4, heads=4, prepare=parallel_jobs.hook_second)
+# Fields of DDP's config, further options, and calls that each rank runs eager once it has graphs, of 4 packs
+# that it trains on then.
+TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]] = {
+    "reduced in the backward": (BUCKETS, {}, {}, {}),
+    "gathered in the forward": (SHARDED, {}, {}, {}),
+    "gathered alike": ({**SHARDED, "align_param_gather": True}, {}, {}, {}),
+    "attention": (SMALL, {"plugin": ATTENTION}, {}, {}),
+    "MLPs": (SHARDED, {"plugin": MLPS}, {}, {}),
+    # Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started the
+    # reductions of their buckets in different orders, and each got what was meant for another bucket.
+    "one rank runs eager": (
+        SMALL,
+        {"misfits_on": 1},
+        {},
+        {"TOO_MANY_SEQUENCES": parallel_jobs.OPTIONS.layers},
+    ),
+    # Each layer that replays is told of by itself beside one that does not, and buckets lie across layers.
+    "one layer runs eager": (BUCKETS, {"make": hooked}, *[{"FOREIGN_HOOK": 4}] * 2),
+}
 
 
-BUCKETS = {"bucket_size": 4000}
-DDP: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({}, ()),
-    ({**OVERLAP, **BUCKETS}, ()),
-    ({**SHARDED, **BUCKETS}, ()),
-    ({**SHARDED, **BUCKETS, "align_param_gather": True}, ()),
-    ({**SHARDED, "bucket_size": 1000}, ("attn",)),
-    ({**SHARDED, **BUCKETS}, ("mlp",)),
-]
-
-
-@pytest.mark.parametrize(("ddp", "scopes"), DDP, ids=str)
-def test_bits(world2: World, ddp: dict[str, Any], scopes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", TRAININGS)
+def test_bits(world2: World, name: str) -> None:
     """Ranks see packs of their own. A layer that ran before its weights are gathered would read NaN."""
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        ddp=ddp,
-        plugin={"cuda_graph_modules": scopes},
-        own_packs=True,
-        make=sharded if "overlap_param_gather" in ddp else parallel_jobs.model,
-        evaluate_at=(2,),
-    )
-    for report in reports:
-        assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
+    ddp, options, *eager = TRAININGS[name]
+    make = partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS)
+    given = {"make": make if "overlap_param_gather" in ddp else parallel_jobs.model, **options}
+    reports = world2.run(parallel_jobs.train_pair, ddp=ddp, own_packs=True, evaluate_at=(2,), **given)
+    for report, later in zip(reports, eager, strict=True):
+        layers = report["layers"]
+        assert report["eager"] == {"WARMING_UP": 2 * PACKS * layers, **later}
+        assert report["calls"] == (3 + 1) * PACKS * layers
+        assert len(report["failures"]) == ("FOREIGN_HOOK" in later)
         # Also while parameters are still to be gathered.
         assert (report["verification"]["verified"], report["verification"]["unverified"]) == (1, 0)
-        assert report["eager"]["WARMING_UP"] == 2 * PACKS * report["layers"]
-
-
-def test_one_rank_runs_eager_where_the_other_replays(world2: World) -> None:
-    """Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started
-    the reductions of their buckets in different orders, and each got what was meant for another bucket."""
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        ddp={**SHARDED, "bucket_size": 1000},
-        own_packs=True,
-        make=sharded,
-        misfits_on=1,
-    )
-    layers = reports[0]["layers"]
-    assert reports[0]["eager"] == {"WARMING_UP": PACKS * layers}
-    assert reports[1]["eager"] == {"WARMING_UP": PACKS * layers, "TOO_MANY_SEQUENCES": layers}
-
-
-def test_an_eager_layer_tells_of_itself_between_those_that_replay(world2: World) -> None:
-    """Each layer that replays is then told of by itself, and buckets lie across layers."""
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        ddp={**OVERLAP, **BUCKETS},
-        make=partial(ModelTrainer, layers=4, heads=4, prepare=parallel_jobs.hook_second),
-        own_packs=True,
-    )
-    for report in reports:
-        assert report["eager"] == {"WARMING_UP": PACKS * 4, "FOREIGN_HOOK": 2 * PACKS}
-        assert report["replays"] == 2 * PACKS * 3
 
 
 def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:

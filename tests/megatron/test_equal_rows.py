@@ -31,29 +31,19 @@ pytestmark = pytest.mark.megatron
 
 FEW = Capacity(tokens=64, num_seqs=3, max_seqlen=48)
 MANY = Capacity(tokens=64, num_seqs=5, max_seqlen=48)
-EVERY = 5  # packs, of which one fits no capacity
-TOO_MANY, TOO_LONG = (5,) * 6, (60,)  # documents
 SCOPES = ("attn", "moe_router", "mlp")
 CASES: dict[str, dict[str, Any]] = {
     "allgather": {**moe_rig.CASES["sigmoid, bias, groups"], "moe_token_dispatcher_type": "allgather"},
     "drop and pad": {**moe_rig.CASES["drop and pad"], "moe_shared_expert_intermediate_size": 24},
 }
 SITES = 2
-
-
-def steps_of(count: int, *, seed: int, misfits: bool) -> list[list[Micro]]:
-    """Steps of three packs of other rows on each rank. With `misfits` every fifth fits no capacity."""
-    shapes = [(10, 30, 24), (20, 8), (30,), (2, 2, 2, 20), (16, 16, 16, 16), (7, 9), (33, 7)]
-    steps: list[list[Micro]] = []
-    for index in range(count):
-        steps.append([])
-        for number in range(3 * index, 3 * index + 3):
-            lengths = shapes[(number + 3 * seed) % len(shapes)]
-            if misfits and number % EVERY == EVERY - 1:
-                lengths = TOO_LONG if number // EVERY % 2 else TOO_MANY
-            tail = 3 if number % 4 == 1 and sum(lengths) < 60 else 0
-            steps[-1].append(Micro(lengths=lengths, seed=100 * seed + number, tail=tail))
-    return steps
+MISFITS = ("TOO_MANY_SEQUENCES", "SEQUENCE_TOO_LONG")
+# Packs of other rows on each rank.
+steps_of = partial(
+    parallel_jobs.steps_of,
+    shapes=[(10, 30, 24), (20, 8), (30,), (2, 2, 2, 20), (16, 16, 16, 16), (7, 9), (33, 7)],
+    of_misfits=(parallel_jobs.MISFIT, (60,)),
+)
 
 
 def to_learn_from(count: int, *, seed: int, misfits: bool) -> list[list[Micro]]:
@@ -83,7 +73,7 @@ def test_ranks_with_packs_of_their_own_ask_each_other_nothing_once_they_have_met
 ) -> None:
     """A pack of one rank that fits no capacity runs eager there, on as many rows; the other rank replays."""
     report = train(scopes=scopes, num_steps=5, misfits_on=1, **CASES[case])
-    misfits = {"TOO_MANY_SEQUENCES": 2 * SITES, "SEQUENCE_TOO_LONG": SITES} if distributed.get_rank() else {}
+    misfits = dict.fromkeys(MISFITS, SITES) if distributed.get_rank() else {}
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * SITES, **misfits}
     assert report["replays"] == 4 * 3 * SITES - sum(misfits.values())
 
@@ -137,9 +127,8 @@ def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
         return left
 
     assert_same_bits(*pair.each(train))
-    # One in each of three steps, and in each evaluation after these.
-    misfits = {"TOO_MANY_SEQUENCES": 2 * 2 * SITES, "SEQUENCE_TOO_LONG": 2 * SITES}
-    alone = {"DISABLED": 3 * SITES} if rank == 0 else misfits
+    # One in each of two steps, and in each evaluation after these.
+    alone = {"DISABLED": 3 * SITES} if rank == 0 else dict.fromkeys(MISFITS, 2 * SITES)
     assert pair.report()["eager"] == {"WARMING_UP": 2 * 3 * SITES, **alone}
 
 
@@ -208,8 +197,7 @@ def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
         forward(model, micro, trainer.device)
 
 
-@pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "with graphs"])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("route", "is_warm"), [("no pack", False), *((route, True) for route in ROUTES)])
 def test_a_pack_that_runs_as_given_has_as_many_rows(
     make: Callable[..., ExpertTrainer], route: str, is_warm: bool
 ) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph holds collectives only of groups whose ranks run the same pack; they agree on what they learn."""
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +12,6 @@ from unittest import mock
 import megatron_rig as rig
 import parallel_jobs
 import pytest
-import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from same_bits import assert_same_bits
@@ -25,7 +23,7 @@ import megagraph
 from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import PackForm, VariantKey
-from megagraph.demo.trainer import Trainer
+from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of_pack
 from megagraph.megatron.parallel.peers import Peers, patience_of_job
@@ -43,13 +41,12 @@ class Model(nn.Module):
 
     def __init__(self, **groups: Any) -> None:
         super().__init__()
-        self.config = rig.transformer_config(rig.OPTIONS)
+        self.config = transformer_config(rig.OPTIONS)
         if groups:
             self.pg_collection = ProcessGroupCollection(**groups)
 
 
 def of_each_rank() -> Any:
-    """A group of this rank alone."""
     return [distributed.new_group([rank]) for rank in range(2)][distributed.get_rank()]
 
 
@@ -80,17 +77,13 @@ def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> Non
 
 
 @on_ranks(2, tensor_parallel=2)
-def test_a_models_own_groups_come_first_and_megatrons_are_what_else_there_is() -> None:
+def test_a_models_own_groups_come_first_and_ranks_agree_only_on_what_all_of_them_say() -> None:
     destroyed = distributed.new_group([0, 1])
     distributed.destroy_process_group(destroyed)
     alone, after_its_end, without = Model(tp=of_each_rank()), Model(tp=destroyed), Model()
     assert not Peers(alone).same_pack()
     assert sorted(Peers(after_its_end).same_pack()) == sorted(Peers(without).same_pack()) == [0, 1]
-
-
-@on_ranks(2, tensor_parallel=2)
-def test_ranks_agree_only_on_what_all_of_them_say() -> None:
-    peers, rank = Peers(Model()), distributed.get_rank()
+    peers, rank = Peers(without), distributed.get_rank()
     said = "the same", f"of rank {rank}", "", "x" * rank, "the same"
     assert [peers.agree_on(what) for what in said] == [True, False, True, False, True]
 
@@ -253,18 +246,8 @@ def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int
     """Each rank has a share of both halves of a document."""
     made = dispatcher(cp_sizes)
     made.learn(lambda said: [0, 61, 4, 8])
-    found = [capacity.tokens for size in cp_sizes for capacity in made.by_cp_size[size]]
-    assert found == [tokens] * 2 * len(cp_sizes)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unreadable(rig.Micro):
-    """A pack whose keys have offsets of their own, for all that anybody can tell without waiting."""
-
-    def params(self, device: torch.device) -> Any:
-        params = super().params(device)
-        params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
-        return params
+    found = [(it.tokens, it.max_seqlen) for size in cp_sizes for it in made.by_cp_size[size]]
+    assert found == [(tokens, size * tokens) for size in cp_sizes for _ in range(2)]
 
 
 @pytest.mark.parametrize("how", ["unreadable", "longer"])
@@ -279,7 +262,7 @@ def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
     if distributed.get_rank() == 0:
         fields = [vars(micro) for micro in many]
         if how == "unreadable":
-            steps[0] = [Unreadable(**each) for each in fields]
+            steps[0] = [rig.Split(**each) for each in fields]
         else:  # its offsets end in empty documents
             steps[0] = [rig.Micro(**{**each, "lengths": each["lengths"] + (0,) * 20}) for each in fields]
     runs = {}

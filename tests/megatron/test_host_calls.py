@@ -56,7 +56,6 @@ class Case:
 
     @property
     def replays(self) -> bool:
-        """Whether anything is to."""
         return "WARMING_UP" in self.reasons
 
 
@@ -122,7 +121,6 @@ CASES = {
 
 
 def _bridge_schedule() -> dict[str, Any]:
-    """What Megatron-Bridge gives to the schedule beside what verl does."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return {"seq_length": OPTIONS.max_tokens, "p2p_communicator": None, "pg_collection": groups}
 

@@ -13,23 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    Install,
-    ModelTrainer,
-    evaluate,
-    graph_config,
-    refused,
-    report_of,
-    step,
-    the_plugin,
-)
 from moe_rig import ExpertTrainer
 
 import megagraph
@@ -64,7 +52,7 @@ def _namespaces() -> dict[str, set[str]]:
 def test_patched_functions_keep_name_and_signature_and_uninstall_puts_the_very_ones_back() -> None:
     before, names = _held(), _namespaces()
     signatures = {_where(seam): inspect.signature(seam.function()) for seam in SEAMS}
-    megagraph.install(graph_config())
+    megagraph.install(rig.graph_config())
     patched = _held()
     assert all(patched[path] is not function for path, function in before.items())
     for seam in SEAMS:
@@ -83,15 +71,15 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
         found = {f"module {name}": set(vars(module)) for name, module in model.named_modules()}
         return found | {f"parameter {name}": set(vars(param)) for name, param in model.named_parameters()}
 
-    unpatched = Trainer(OPTIONS)  # trained alike, without the plugin
-    step(unpatched, [ONE])
-    evaluate(unpatched, [ONE])
-    megagraph.install(graph_config())
-    trainer = Trainer(OPTIONS)
+    unpatched = Trainer(rig.OPTIONS)  # trained alike, without the plugin
+    rig.step(unpatched, [rig.ONE])
+    rig.evaluate(unpatched, [rig.ONE])
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(rig.OPTIONS)
     for _ in range(3):
-        step(trainer, [ONE])
-        evaluate(trainer, [ONE])
-    assert report_of(trainer)["replays"] > 0
+        rig.step(trainer, [rig.ONE])
+        rig.evaluate(trainer, [rig.ONE])
+    assert rig.report_of(trainer)["replays"] > 0
     megagraph.uninstall()
     left = attributes(trainer.model)
     for where, names in attributes(unpatched.model).items():
@@ -100,24 +88,24 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
 
 
 def test_a_model_trains_on_unpatched_after_uninstall_and_replays_again_after_another_install() -> None:
-    trainer = Trainer(OPTIONS)
+    trainer = Trainer(rig.OPTIONS)
     for _ in range(2):
-        megagraph.install(graph_config())
-        replayed = step(trainer, [ONE], update=False, times=3)
-        assert report_of(trainer)["replays"] == 2 * LAYERS
+        megagraph.install(rig.graph_config())
+        replayed = rig.step(trainer, [rig.ONE], update=False, times=3)
+        assert rig.report_of(trainer)["replays"] == 2 * rig.LAYERS
         megagraph.uninstall()
         assert megagraph.reports() == []
         assert replayed.grads.keys() == {name for name, _ in trainer.named_main_grads()}
 
 
 def test_a_second_install_is_refused_and_changes_nothing() -> None:
-    megagraph.install(graph_config())
+    megagraph.install(rig.graph_config())
     before, installed = _held(), installed_plugin()
     with pytest.raises(RuntimeError, match=r"installed already; uninstall\(\) first"):
-        megagraph.install(graph_config(mode="eager"))
+        megagraph.install(rig.graph_config(mode="eager"))
     assert _held() == before and installed_plugin() is installed
     megagraph.uninstall()
-    megagraph.install(graph_config())
+    megagraph.install(rig.graph_config())
 
 
 def test_mode_off_patches_nothing_and_without_options_the_environment_decides(
@@ -127,7 +115,7 @@ def test_mode_off_patches_nothing_and_without_options_the_environment_decides(
     before = _held()
     for nothing in (
         megagraph.uninstall,
-        lambda: megagraph.install(graph_config(mode="off")),
+        lambda: megagraph.install(rig.graph_config(mode="off")),
         megagraph.install,
     ):
         nothing()
@@ -135,7 +123,7 @@ def test_mode_off_patches_nothing_and_without_options_the_environment_decides(
         assert installed_plugin() is None and megagraph.reports() == []
     monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
     megagraph.install()
-    assert the_plugin().config.mode == "eager"
+    assert rig.the_plugin().config.mode == "eager"
 
 
 def test_a_path_is_read_as_toml_and_variables_go_over_it_and_nothing_else_is_taken(
@@ -147,7 +135,7 @@ def test_a_path_is_read_as_toml_and_variables_go_over_it_and_nothing_else_is_tak
     monkeypatch.setenv("MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS", "9")
     for given in (path, str(path)):
         megagraph.install(given)
-        config = the_plugin().config
+        config = rig.the_plugin().config
         assert (config.mode, config.cuda_graph_warmup_steps) == ("eager", 9)
         megagraph.uninstall()
     given: Any = {"mode": "eager"}
@@ -164,13 +152,13 @@ def test_a_bad_report_path_is_found_when_installing(
     (tmp_path / "file").write_text("an older report")
     before, files = _held(), sorted(tmp_path.rglob("*"))
     if target == "file":
-        megagraph.install(graph_config(report=tmp_path / target))
+        megagraph.install(rig.graph_config(report=tmp_path / target))
     else:
         with pytest.raises(ValueError, match=r"^report: expected a file"):
-            megagraph.install(graph_config(report=tmp_path / target))
+            megagraph.install(rig.graph_config(report=tmp_path / target))
         assert _held() == before
         monkeypatch.setenv("RANK", "1")  # which writes none
-        megagraph.install(graph_config(report=tmp_path / target))
+        megagraph.install(rig.graph_config(report=tmp_path / target))
     assert sorted(tmp_path.rglob("*")) == files
 
 
@@ -208,14 +196,14 @@ if os.fork():  # one of the two scripts ends before the other, which then has no
     assert json.loads(done.stdout) == json.loads(said.partition("\n")[2]) == {"models": []}
 
 
-def test_models_of_one_class_are_told_apart(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_of_one_class_are_told_apart(install: rig.Install, caplog: pytest.LogCaptureFixture) -> None:
     """An actor and its reference were both called GPTModel."""
     install()
     with caplog.at_level(logging.INFO, logger="megagraph"):
-        trainers = [Trainer(OPTIONS), Trainer(OPTIONS)]
+        trainers = [Trainer(rig.OPTIONS), Trainer(rig.OPTIONS)]
         for _ in range(2):
             for trainer in reversed(trainers):
-                step(trainer, [ONE])
+                rig.step(trainer, [rig.ONE])
     assert [report["model"] for report in megagraph.reports()] == ["GPTModel", "GPTModel #2"]
     captured = [line.partition(" captured ")[0] for line in caplog.messages if " captured " in line]
     assert captured == ["GPTModel:", "GPTModel #2:"]
@@ -229,7 +217,7 @@ def test_a_seam_that_is_missing_is_named_and_nothing_is_patched(
     others = [other for other in SEAMS if other is not seam]
     before = [other.function() for other in others]
     with pytest.raises(RuntimeError, match=rf"does not fit.*{seam.module}\.{seam.path} (is missing|has no)"):
-        megagraph.install(graph_config())
+        megagraph.install(rig.graph_config())
     assert [other.function() for other in others] == before
     assert installed_plugin() is None
 
@@ -240,13 +228,13 @@ def test_every_seam_that_changed_is_named_with_the_parameter_it_lacks(
     monkeypatch.setattr(seams.BLOCK_FORWARD.owner(), "forward", lambda self, hidden_states: None)
     monkeypatch.setattr(seams.ATTENTION_ROPE.owner(), "apply_rotary_pos_emb", lambda t, freqs, config: t)
     with pytest.raises(RuntimeError) as error:
-        megagraph.install(graph_config())
+        megagraph.install(rig.graph_config())
     assert "TransformerBlock.forward has no parameter attention_mask, rotary_pos_emb" in str(error.value)
     assert "apply_rotary_pos_emb has no parameter cu_seqlens, mscale, cp_group" in str(error.value)
 
 
 def _predicting() -> Any:
-    model = Trainer(OPTIONS).chunk
+    model = Trainer(rig.OPTIONS).chunk
     model.mtp = MultiTokenPredictionBlock.__new__(MultiTokenPredictionBlock)
     torch.nn.Module.__init__(model.mtp)
     return model
@@ -257,7 +245,7 @@ OF_SOME: dict[str, tuple[seams.Seam, Callable[[], Any]]] = {
     "multi-token prediction": (seams.PREDICTION_FORWARD, _predicting),
     "a router": (seams.ROUTER_FORWARD, lambda: ExpertTrainer().chunk),
     "a dispatcher": (seams.PERMUTATION, lambda: ExpertTrainer().chunk),
-    **({"a hybrid model": (HYBRID, lambda: ModelTrainer(pattern="*-").chunk)} if HYBRID else {}),
+    **({"a hybrid model": (HYBRID, lambda: rig.ModelTrainer(pattern="*-").chunk)} if HYBRID else {}),
 }
 
 
@@ -269,13 +257,13 @@ def test_what_a_host_has_put_where_only_some_models_look_keeps_these_eager_by_na
     """Bug: no process could install the plugin that had imported a host with such a function."""
     seam, make = OF_SOME[kind]
     theirs = lambda *given: None  # noqa: E731
-    model, plain = make(), Trainer(OPTIONS).chunk
+    model, plain = make(), Trainer(rig.OPTIONS).chunk
     monkeypatch.setattr(seam.owner(), seam.name, theirs)
-    megagraph.install(graph_config())
+    megagraph.install(rig.graph_config())
     assert seam.function() is theirs
     assert refusal_of(plain, None) is None
     lacks = f"{_where(seam)} has no parameter {', '.join(seam.parameters)}"
-    assert refused(model) == f"a model of which {lacks} is not supported yet"
+    assert rig.refused(model) == f"a model of which {lacks} is not supported yet"
 
 
 def test_a_function_that_takes_any_name_is_wrapped_like_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +271,7 @@ def test_a_function_that_takes_any_name_is_wrapped_like_megatrons(monkeypatch: p
     seam = seams.PREDICTION_FORWARD
     theirs = lambda self, input_ids, position_ids, hidden_states, attention_mask, **kwargs: None  # noqa: E731
     monkeypatch.setattr(seam.owner(), seam.name, theirs)
-    megagraph.install(graph_config())
+    megagraph.install(rig.graph_config())
     assert seam.function().__wrapped__ is theirs and seam.problem() is None
     megagraph.uninstall()  # before theirs goes, or it would be put back for later tests
 
@@ -293,11 +281,11 @@ def test_an_unknown_release_whose_seams_fit_is_tried_with_a_warning(
 ) -> None:
     import megatron.core
 
-    megagraph.install(graph_config())
+    megagraph.install(rig.graph_config())
     assert caplog.text == ""
     megagraph.uninstall()
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    megagraph.install(graph_config())
+    megagraph.install(rig.graph_config())
     assert "megatron-core 0.99.0 is untested" in caplog.text
     assert installed_plugin() is not None
 
@@ -307,7 +295,7 @@ def test_a_build_without_a_compiler_is_refused_on_a_gpu_machine(monkeypatch: pyt
     monkeypatch.setattr(_C, "WITH_CUDA", False)
     before = _held()
     with pytest.raises(RuntimeError, match=r"built without a CUDA compiler.*nvcc"):
-        megagraph.install(graph_config())
+        megagraph.install(rig.graph_config())
     assert _held() == before
 
 
@@ -316,12 +304,12 @@ def test_a_build_without_a_compiler_is_refused_on_a_gpu_machine(monkeypatch: pyt
     [("graph", False, False), ("graph", True, False), ("eager", False, False), ("graph", False, True)],
 )
 def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
-    mode: str, overlap: bool, uninstalls: bool, install: Install
+    mode: str, overlap: bool, uninstalls: bool, install: rig.Install
 ) -> None:
     install(mode=mode)
-    trainer = Trainer(OPTIONS, ddp={"overlap_grad_reduce": overlap})
-    step(trainer, [ONE], times=3)
-    before = report_of(trainer)
+    trainer = Trainer(rig.OPTIONS, ddp={"overlap_grad_reduce": overlap})
+    rig.step(trainer, [rig.ONE], times=3)
+    before = rig.report_of(trainer)
     references = [weakref.ref(trainer.chunk), weakref.ref(trainer.chunk.decoder.layers[0])]
     if uninstalls:
         megagraph.uninstall()
@@ -329,5 +317,5 @@ def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
     gc.collect()
     assert [reference() for reference in references] == [None, None]
     for after in megagraph.reports():
-        assert after["calls"] == before["calls"] == 3 * LAYERS and after["replays"] == before["replays"]
+        assert after["calls"] == before["calls"] == 3 * rig.LAYERS and after["replays"] == before["replays"]
     assert len(megagraph.reports()) == (not uninstalls)

@@ -25,8 +25,6 @@ def _moved(param: Any) -> None:
 
 
 class Watched:
-    """One site, watched alone."""
-
     def __init__(self, module: nn.Module, *, grad: bool = True, **site: Any) -> None:
         self.specs = [SiteSpec(name="layer", module=module, **site)]
         self.watch = LayerWatch(self.specs, module, keys=list, is_expected_hook=lambda hook: False)

@@ -29,17 +29,6 @@ def _hooked(model: Any, index: int = 1) -> None:
     _mlp(model, index).register_forward_hook(lambda _module, _args, out: (out[0] * 1.5, out[1]))
 
 
-def _breaks(model: Any, when: Callable[[], bool] = rig.is_capturing, index: int = 1) -> None:
-    """Makes a layer's MLP raise where `when` says so; no hook, so nothing shows it beforehand."""
-
-    def fail(out: Tensor) -> Tensor:
-        if when():
-            raise ArithmeticError("an injected failure")
-        return out
-
-    rig.changes_output(_mlp(model, index), fail)
-
-
 def _tied(model: Any, owner: str) -> None:
     model.get_submodule(owner).weight = _mlp(model).linear_fc1.weight
 
@@ -82,7 +71,9 @@ CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
         )
         for recomputes in (False, True)
     },
-    "a capture that fails": (_breaks, "CAPTURE_FAILED", 1, ("an injected failure", __file__)),
+    "a capture that fails": (
+        *(lambda model: rig.breaks(_mlp(model)), "CAPTURE_FAILED", 1, ("an injected failure", rig.__file__)),
+    ),
 }
 
 
@@ -158,7 +149,7 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: rig.Install) -
     install()
     trainer = rig.ModelTrainer(layers=LAYERS)
     for index in range(LAYERS):
-        _breaks(trainer.chunk, index=index)
+        rig.breaks(_mlp(trainer.chunk, index))
     rig.changes_output(_mlp(trainer.chunk), lambda out: rows.append(out.size(0)) or out)
     for given, ours in zip(expected, left(trainer), strict=True):
         assert_same_bits(given, ours)
@@ -170,7 +161,7 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: rig.Install) -
 
 def test_a_failure_of_the_evaluation_capture_costs_training_no_graph() -> None:
     pair = rig.Pair(layers=LAYERS)
-    _breaks(pair.graphed.chunk, lambda: rig.is_capturing() and not torch.is_grad_enabled())
+    rig.breaks(_mlp(pair.graphed.chunk), lambda: rig.is_capturing() and not torch.is_grad_enabled())
     pair.step(rig.ONE, times=2)
     pair.evaluate(rig.ONE)
     pair.step(rig.ONE)

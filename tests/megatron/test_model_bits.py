@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import moe_rig
 import pytest
-from context_models import mla_experts
+from context_jobs import mla_experts
 from mamba_rig import Documented, mamba, mamba_experts
 from megatron_rig import LAYERS, ON_GPU, HybridTrainer, Micro, ModelTrainer, Run, compare_runs, steps_of
 from mla_rig import KINDS, MlaTrainer

@@ -241,7 +241,6 @@ class World:
         return self._answers(timeout_seconds, late_seconds)
 
     def _answers(self, seconds: float, late_seconds: float | None = None) -> list[Any]:
-        """What every rank answers, in their order."""
         start, slower = time.monotonic(), patience()
         deadline = start + seconds * slower
         answers: dict[int, Any] = {}
@@ -304,7 +303,6 @@ class Worlds:
         self._made: dict[int, World] = {}
 
     def of(self, size: int) -> World:
-        """As many ranks."""
         return self._made.setdefault(size, World(size))
 
     def close(self) -> list[int | None]:
