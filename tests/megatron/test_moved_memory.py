@@ -116,7 +116,8 @@ def test_adapters_that_come_later_cost_one_eager_step(pair: rig.Pair) -> None:
 def _with_table(chunk: Any) -> None:
     """The second layer's MLP reads a tensor that no module has."""
     mlp = chunk.decoder.layers[1].mlp
-    chunk.table = [torch.linspace(0.5, 1.5, rig.OPTIONS.hidden)]
+    device = next(chunk.parameters()).device
+    chunk.table = [torch.linspace(0.5, 1.5, rig.OPTIONS.hidden, device=device)]
     rig.changes_output(mlp, lambda out: out * chunk.table[0].to(out))
 
 

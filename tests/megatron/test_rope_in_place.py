@@ -247,17 +247,18 @@ def test_rows_behind_the_end_are_a_document_without_a_valid_token(
     groups: list[Any], changes: dict[str, Any], padded: list[int], said: bool
 ) -> None:
     attention, given, qkv = Attention(*groups), pack(**changes), rows()
+    end = padded[-2] // RANKS
     out = attend(attention, *qkv, None, packed_seq_params=given)
     (seen,) = attention.packs
     assert seen is not given and given.cu_seqlens_q.numel() == 4
     assert seen.cu_seqlens_q.tolist() == seen.cu_seqlens_kv.tolist() == [0, 3, 7, 7, 7]
     assert seen.cu_seqlens_q_padded.tolist() == seen.cu_seqlens_kv_padded.tolist() == padded
     assert seen.pad_between_seqs is said
-    assert torch.equal(out[:END], sum(qkv)[:END]) and not out[END:].any()
-    out.backward(torch.where(torch.arange(ROWS) < END, 1.0, NAN)[:, None].expand(-1, COLUMNS))
+    assert torch.equal(out[:end], sum(qkv)[:end]) and not out[end:].any()
+    out.backward(torch.where(torch.arange(ROWS) < end, 1.0, NAN)[:, None].expand(-1, COLUMNS))
     for tensor in qkv:
         assert tensor.grad is not None
-        assert (tensor.grad[:END] == 1).all() and not tensor.grad[END:].any()
+        assert (tensor.grad[:end] == 1).all() and not tensor.grad[end:].any()
 
 
 OTHERS: dict[str, tuple[Attention, Any, int]] = {
