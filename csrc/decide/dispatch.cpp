@@ -54,7 +54,8 @@ Needs needs_of(const std::vector<PackShape>& observed, int64_t extra_seqs) {
 
 std::vector<Capacity> capacities_for(const Needs& needs, int64_t extra_seqs, int64_t cp_size) {
   const auto [tokens, usual, most] = needs;
-  require(tokens >= 1, "capacities are learned from packs that somebody has met, and there were none");
+  require(tokens >= 1,
+          "capacities are learned from packs that somebody has met, and there were none");
   std::vector<Capacity> found;
   for (const int64_t count : {usual, most}) {
     const Capacity capacity{tokens, count + extra_seqs, tokens * cp_size};
