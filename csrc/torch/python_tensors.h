@@ -31,11 +31,13 @@ inline bool is_plain_tensor(PyObject* tensor) {
 // Of an object that is_tensor().
 inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
 
-// What `Tensor::requires_grad()` answers, whose call through a table costs more than the answer.
+// What `Tensor::requires_grad()` answers, whose call through a table costs more than the answer. A
+// view may have it of its base.
 inline bool requires_grad(PyObject* tensor) {
   const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(
       tensor_of(tensor).unsafeGetTensorImpl()->autograd_meta());
-  return meta != nullptr && (meta->requires_grad_ || meta->grad_fn_ != nullptr);
+  if (meta == nullptr) return false;
+  return meta->is_view_ ? meta->requires_grad() : meta->requires_grad_ || meta->grad_fn_ != nullptr;
 }
 
 // A new reference; null with a Python error set.

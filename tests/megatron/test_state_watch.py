@@ -165,6 +165,7 @@ class Lower(Layer):
         self.listed: list[Any] = [{"b": 1}]
         self.config, self.attention_config = Options(), Options()
         self.register_buffer("offset", torch.zeros(3))
+        self.register_buffer("rows", torch.zeros(3)[1:])
 
 
 class Lowest(Lower):
@@ -222,6 +223,7 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
     ),
     "a parameter": (*sets("requires_grad", True, False, lambda it: it.inner.weight), True),
     "a buffer": (*sets("requires_grad", False, True, lambda it: it.offset), True),
+    "what a buffer is a view of": (*sets("requires_grad", False, True, lambda it: it.rows._base), True),
     "the mode of a scripted module": (lambda it: it.scripted.eval(), lambda it: it.scripted.train(), True),
     # Of the same name as what is left out.
     "a key of a value": (*updates(lambda it: it.table, "counter", 1, 2), True),
