@@ -230,7 +230,7 @@ void GraphBank::run_eager_alike(int variant, int site, EagerReason reason) const
   std::string why = kEagerReasonNames[static_cast<size_t>(reason)];
   if (reason == EagerReason::kNesting) {
     why += ": " + describe_holders();
-  } else if (reason == EagerReason::kNumericsChanged) {
+  } else if (reason == EagerReason::kNumericsChanged && variant >= 0) {
     why += ": " + NumericSettings::current(device_.type()).difference(variants_[variant].numerics);
   } else if (reason == EagerReason::kSignatureChanged && has_dispatch_modes()) {
     why += ": a dispatch mode";

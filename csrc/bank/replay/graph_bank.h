@@ -128,7 +128,7 @@ class GraphBank {
   // that do not: what somebody has told torch, or left in parameters.
   std::optional<EagerReason> reason_before_step(bool training, bool look_at_grads) const;
   // To be called with a reason that was found inside of a step, before what it is about runs eager;
-  // see RunEagerAlike.
+  // see RunEagerAlike. `variant` is -1 if it has no graphs.
   void run_eager_alike(int variant, int site, EagerReason reason) const;
   // Leases a slot for a micro-batch of `variant`, or answers why not. `sources` are tensors on the
   // bank's device, as the variant's metadata buffers name them by index. `look_at_grads`:
