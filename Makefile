@@ -113,7 +113,7 @@ soak: $(VENV)/.built $(VENV)/.test
 	$(BIN)/python -m tests.soak $(SOAK)
 	$(BIN)/python -m tests.soak $(SOAK) --ranks 2
 
-# How large the project is, beside the bounds that tests/test_sizes.py keeps.
+# How large the project is, beside the bounds that tests/test_architecture.py keeps.
 sizes:
 	@$(PYTHON) .ci/sizes
 

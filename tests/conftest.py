@@ -77,7 +77,6 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rope_utils() -> ModuleType:
-    """Megatron's module of rotary embeddings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without Transformer Engine its import warns
         return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")

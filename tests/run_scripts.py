@@ -69,13 +69,11 @@ class Files:
         return path
 
     def toml(self, text: str = TOML, report: Path | None = None) -> Path:
-        """A config."""
         path = self.folder / "run.toml"
         path.write_text(text + (f'report = "{report}"\n' if report else ""))
         return path
 
     def jsonl(self, *rows: object) -> Path:
-        """Documents."""
         path = self.folder / "docs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path

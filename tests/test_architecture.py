@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from ci_scripts import FOLDER, load
 
 ROOT = Path(__file__).resolve().parent.parent
 SPDX = {"#": "# SPDX-License-Identifier: Apache-2.0", "//": "// SPDX-License-Identifier: Apache-2.0"}
@@ -182,3 +184,31 @@ def test_every_place_names_the_same_releases_of_torch() -> None:
     assert found(r"NEWEST_TESTED_TORCH = \((\d+), (\d+)\)", "setup.py") == tuple(newest.split("."))
     assert found(r'"torch>=([\d.]+)"', "pyproject.toml") == (oldest,)
     assert found(r"torch ([\d.]+) to ([\d.]+) ", "README.md") == (oldest, newest)
+
+
+# -- lists of .ci ------------------------------------------------------------------------------------
+
+
+needs_scripts = pytest.mark.skipif(not FOLDER.exists(), reason="is no part of the source distribution")
+
+
+@needs_scripts
+def test_every_figure_is_within_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("sys.argv", [".ci/sizes"]):
+        code = load("sizes").main()
+    assert code == 0, capsys.readouterr().out
+
+
+@needs_scripts
+def test_every_fault_of_the_list_fits_the_tree() -> None:
+    """Each quotes its file, and names a test that there is."""
+    script = load("mutants")
+    faults = script.read(script.LIST.read_text(encoding="utf-8"))
+    assert len(faults) == len(set(faults)) > 0
+    for fault in faults:
+        file, _, name = fault.test.partition("::")
+        function = name.partition("[")[0]
+        tests = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {function}\(", tests, re.MULTILINE), fault
+        text = (ROOT / fault.file).read_text(encoding="utf-8")
+        assert script.applied(fault, text) != text, fault

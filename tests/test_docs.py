@@ -31,7 +31,6 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def prose(path: Path) -> str:
-    """The text without its code blocks."""
     return FENCE.sub("", read(path))
 
 
@@ -98,7 +97,6 @@ SCOPES = ROOT / "docs" / "scopes.md"
 
 
 def cells_of(path: Path) -> list[str]:
-    """The cells of all tables."""
     rows = [line for line in prose(path).splitlines() if "|" in line]
     return [cell.strip() for row in rows for cell in row.split("|")]
 

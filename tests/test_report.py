@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
+"""None"""
+
 import io
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
+from matplotlib import pyplot
 from rich.console import Console
 
 from megagraph.cli import main
 from megagraph.report import read_leases, read_report, report_table, scalars, write_report
+from megagraph.timeline import Lease, draw_timeline
 
 KEYS = ("model", "calls", "replays", "eager", "capacities", "capture_seconds", "padding_share")
 MODEL: dict[str, Any] = {
@@ -193,8 +200,10 @@ WRONG_VALUES: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
+        # Of bytes that are no UTF-8 the message named no file; a folder ended in an IsADirectoryError.
+        *((it, "") for it in (b"\xff\xfe{}", Path.mkdir, bool)),
         ("", "expected JSON, Expecting value: line 1 column 1"),
         *((it, "expected an object with a list 'models'") for it in ("[]", "{}", '{"models": {}}')),
         ('{"models": [3]}', f"models[0]: expected the keys {', '.join(KEYS)}, no model"),
@@ -210,24 +219,17 @@ WRONG_VALUES: list[tuple[str, object]] = [
     ],
 )
 def test_a_malformed_report_is_named_with_what_was_expected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, message: str
 ) -> None:
     path = tmp_path / "report.json"
-    path.write_text(text)
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["report", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"megagraph report: {path}: {message}")
-
-
-@pytest.mark.parametrize("make", [lambda it: it.write_bytes(b"\xff\xfe{}"), Path.mkdir, lambda it: None])
-def test_what_is_no_text_file_ends_with_2_and_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], object]
-) -> None:
-    """Of bytes that are no UTF-8 the message named no file; a folder ended in an IsADirectoryError."""
-    path = tmp_path / "report.json"
-    make(path)
-    assert main(["report", str(path)]) == 2
-    assert str(path) in capsys.readouterr().err
+    assert out == "" and str(path) in err
+    assert not message or err.startswith(f"megagraph report: {path}: {message}")
 
 
 # -- when slots were leased -------------------------------------------------------------------------
@@ -299,3 +301,81 @@ def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("megagraph report: ") and message in err
     assert [*tmp_path.iterdir()] == [path]
+
+
+# -- when slots were in use --------------------------------------------------------------------------
+
+
+TIMES = {
+    "GPTModel (stage 0)": [
+        Lease(slot=index % 2, grad=index < 90, begin=float(index), end=index + 1.5) for index in range(100)
+    ]
+    + [Lease(slot=0, grad=True, begin=100.0, end=None)],
+    "GPTModel (stage 1)": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begins"),
+    [(".PNG", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml"), (".docx", None), ("", None)],
+)
+def test_the_ending_says_which_kind_of_image_and_a_drawing_leaves_nothing_behind(
+    tmp_path: Path, suffix: str, begins: bytes | None
+) -> None:
+    """Neither in pyplot, nor in the settings of a process that draws more."""
+    path, before = tmp_path / f"slots{suffix}", dict(matplotlib.rcParams)
+    # Without an ending matplotlib adds one, and the file that was asked for is not there.
+    message = rf"slots{suffix}: expected an .*png.*svg"
+    with nullcontext() if begins else pytest.raises(ValueError, match=message):
+        draw_timeline(TIMES, path)
+    assert [*tmp_path.iterdir()] == ([path] if begins else [])
+    assert begins is None or path.read_bytes().startswith(begins)
+    assert pyplot.get_fignums() == [] and dict(matplotlib.rcParams) == before
+
+
+def test_each_slot_has_a_line_with_its_name_and_the_chunk_s(tmp_path: Path) -> None:
+    """Also where a name would be a formula to matplotlib; and lines are as many as slots that there are."""
+    path = tmp_path / "slots.svg"
+    draw_timeline({r"$\chunk$": [Lease(slot=slot, grad=True, begin=1, end=2) for slot in (0, 10**9)]}, path)
+    drawn = path.read_text()
+    assert r"$\chunk$, slot 0" in drawn and r"$\chunk$, slot 1000000000" in drawn
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, float]]]:
+    """What is drawn, by line and colour."""
+    drawn: list[list[tuple[float, float]]] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", lambda _axes, bars, *_, **__: drawn.append(bars))
+    return drawn
+
+
+def test_what_all_chunks_have_recorded_is_drawn(
+    tmp_path: Path, bars: list[list[tuple[float, float]]]
+) -> None:
+    """What was held when the report was written is held to the end; what ended at 0 is not."""
+    often = [
+        *(Lease(slot=0, grad=True, begin=begin, end=begin + 2) for begin in (-9.0, -2.0, -1.0, 4.0)),
+        Lease(slot=1, grad=False, begin=2.0, end=None),
+    ]
+    seldom = [Lease(slot=0, grad=True, begin=0.0, end=10.0), Lease(slot=1, grad=True, begin=1.0, end=None)]
+    draw_timeline({"often": often, "seldom": seldom}, tmp_path / "slots.png")
+    training, forward_only = bars[::2], bars[1::2]
+    assert training == [[(0.0, 1.0), (4.0, 2.0)], [], [(0.0, 10.0)], [(1.0, 9.0)]]
+    assert forward_only == [[], [(2.0, 8.0)], [], []]
+
+
+def test_the_last_leases_are_drawn(tmp_path: Path, bars: list[list[tuple[float, float]]]) -> None:
+    draw_timeline(TIMES, tmp_path / "slots.png")
+    # Those of 69 to 100, of which the last one has no end, and has not begun before the others' end.
+    drawn = sorted(bar for some in bars for bar in some)
+    assert drawn == [*((place, 1.5) for place in range(31)), (31.0, 0.5)]
+
+
+def test_what_cannot_be_drawn_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="no model chunk has had several slots"):
+        draw_timeline({"GPTModel (stage 1)": []}, tmp_path / "slots.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        draw_timeline(TIMES, tmp_path / "slots.png")

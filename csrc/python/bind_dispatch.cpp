@@ -118,7 +118,6 @@ void bind_dispatch(py::module_& m) {
       .def_readonly("end_buffer", &VariantLayout::end_buffer);
   py::class_<CanonicalPacks, std::shared_ptr<CanonicalPacks>>(m, "CanonicalPacks")
       .def(py::init<VariantKey, int64_t>(), py::arg("key"), py::arg("extra_seqs"))
-      .def("added_offsets", &CanonicalPacks::added_offsets)
       .def(
           "layout",
           [](const CanonicalPacks& packs, int64_t rows, const at::Tensor& valid_tokens,

@@ -57,21 +57,6 @@ void bind_runs(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
   m.def("has_bits", &has_bits, py::arg("tensor"), no_gil);
   m.def("have_same_bits", &have_same_bits, py::arg("one"), py::arg("other"), no_gil);
-  m.def("distance", &distance, py::arg("one"), py::arg("other"), no_gil);
-  py::class_<RunRange>(m, "RunRange")
-      .def(py::init<const at::Tensor&>(), py::arg("first"), no_gil)
-      .def("add", &RunRange::add, py::arg("run"), no_gil)
-      .def_property_readonly("is_noisy", &RunRange::is_noisy)
-      .def_property_readonly("spread", py::cpp_function(&RunRange::spread, no_gil))
-      .def("differs_as_rounded", &RunRange::differs_as_rounded, py::arg("other"), no_gil)
-      .def(
-          "misfit",
-          [](const RunRange& runs, const at::Tensor& other) {
-            std::optional<std::pair<double, double>> found;
-            if (const auto misfit = runs.misfit(other)) found.emplace(misfit->off, misfit->spread);
-            return found;
-          },
-          py::arg("other"), no_gil);
 }
 
 void bind_comparison(py::module_& m) {

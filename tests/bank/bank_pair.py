@@ -169,7 +169,6 @@ def unowned(tensor: Tensor) -> Tensor:
 
 
 def rng_states(device: str) -> list[Tensor]:
-    """The state of torch's default generators."""
     states = [torch.get_rng_state()]
     if device == "cuda":
         states.append(torch.cuda.get_rng_state())
@@ -365,7 +364,6 @@ class PackPair(Pair):
         self.tokens_seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     def variant(self, key: str = "train", **changes: Any) -> VariantSpec:
-        """One capacity."""
         example = offsets([3, 4], self.device, self.num_seqs + 1)
         arguments: dict[str, Any] = {
             "rows": self.tokens,

@@ -59,7 +59,6 @@ class Tracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "dropout") -> Iterator[torch.Generator]:
-        """The generator to draw from."""
         state = self.states[name]
         if isinstance(state, torch.Generator):
             yield state
@@ -75,8 +74,6 @@ class Tracker:
 
 
 class Noisy(nn.Module):
-    """Multiplies by noise from a tracker's stream."""
-
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))

@@ -8,19 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from megagraph._C import RunRange, distance, has_bits, have_same_bits
+from megagraph._C import Comparison, Difference, has_bits, have_same_bits
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 32, 256
 PIECE = 2**19  # entries that are compared at once
 
 
-def held(runs: Sequence[Tensor]) -> RunRange:
-    """What some runs have made."""
-    found = RunRange(runs[0])
+def compared(runs: Sequence[Tensor], graph: Tensor) -> Comparison:
+    """What a graph has made beside runs of its module."""
+    found = Comparison({"it": graph}, {"it": runs[0]})
     for run in runs[1:]:
-        found.add(run)
+        found.add({"it": run})
     return found
+
+
+def misfit(runs: Sequence[Tensor], graph: Tensor) -> Difference | None:
+    """How the graph differs, if what it has made is not one run more."""
+    return next(iter(compared(runs, graph).differences(0, 0)), None)
+
+
+def apart(runs: Sequence[Tensor]) -> float:
+    """How far runs are apart, beside a graph that makes another shape."""
+    found = misfit(runs, torch.zeros(7, 7, 7))
+    assert found is not None and found.off == INF
+    return found.spread
 
 
 @pytest.mark.parametrize(("shape", "times"), [((3, 11), 50), ((3, PIECE // 2), 2), ((PIECE + 1,), 2)])
@@ -29,7 +41,7 @@ def test_a_range_knows_how_far_every_two_runs_are_apart(shape: tuple[int, ...], 
     for _ in range(times):
         runs = list(torch.randn(5, *shape, generator=generator))
         pairs = itertools.combinations(runs, 2)
-        assert held(runs).spread == max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+        assert apart(runs) == max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
 def test_distances_of_numbers_of_any_kind_and_of_what_is_none() -> None:
@@ -39,12 +51,14 @@ def test_distances_of_numbers_of_any_kind_and_of_what_is_none() -> None:
         *(([], [], 0.0), ([1.0], [1.0, 2.0], INF), ([1, 5], [1, 2], 3.0)),
         ([True, False], [True, True], 1.0),
     ):
-        assert distance(torch.tensor(one), torch.tensor(other)) == expected
+        found = misfit([torch.tensor(one)], torch.tensor(other))
+        assert (found.off if found else 0.0) == expected
 
 
 def test_a_negative_zero_has_a_bit_and_so_have_complex_numbers() -> None:
     assert not has_bits(torch.zeros(3)) and has_bits(torch.tensor([0.0, -0.0]))
-    assert RunRange(torch.zeros(3)).misfit(torch.tensor([0.0, -0.0, 0.0])) == (0.0, 0.0)
+    found = misfit([torch.zeros(3)], torch.tensor([0.0, -0.0, 0.0]))
+    assert found is not None and found.off == found.spread == 0.0
     nan = torch.tensor([complex(NAN, 1.0)])
     assert have_same_bits(nan, nan.clone())
     assert not have_same_bits(torch.tensor([complex(0.0, 1.0)]), torch.tensor([complex(-0.0, 1.0)]))
@@ -86,13 +100,13 @@ SCALES = [torch.ones(ROWS, 1), 10.0 ** -torch.arange(ROWS).unsqueeze(1), 10.0 **
 
 
 def is_never_like(run: Callable[[], Tensor]) -> bool:
-    """Whether one run more is not like five others, nor like up to twenty, as a verification asks."""
-    runs, one_more = held([run() for _ in range(5)]), run()
+    """Whether one run more is not like five others, nor like up to twenty."""
+    judged = compared([run() for _ in range(5)], run())
     for _ in range(15):
-        if runs.misfit(one_more) is None:
+        if not judged.differences(0, 0):
             return False
-        runs.add(run())
-    return runs.misfit(one_more) is not None
+        judged.add({"it": run()})
+    return bool(judged.differences(0, 0))
 
 
 @pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (-1, 16), (-1, 3, 1), (-1,)], ids=str)
@@ -127,8 +141,8 @@ def test_a_small_row_beside_a_noisy_one_may_not_be_wrong(
     run = sums(0, dtype, SCALES[1], device)
     spoilt = run()
     spoilt[row] *= factor
-    misfit = held([run() for _ in range(20)]).misfit(spoilt)
-    assert misfit is not None and misfit[0] > misfit[1]
+    found = misfit([run() for _ in range(20)], spoilt)
+    assert found is not None and found.off > found.spread
 
 
 @pytest.mark.parametrize("width", [1, 8, 16, 63])
@@ -145,7 +159,7 @@ def test_short_rows_that_are_small_may_not_be_wrong(width: int) -> None:
     spoilt = run()
     assert not is_never_like(run)
     spoilt[512:] = 0.0
-    assert held([run() for _ in range(5)]).misfit(spoilt) is not None
+    assert misfit([run() for _ in range(5)], spoilt) is not None
 
 
 @pytest.mark.parametrize("column", [128, 255])
@@ -153,7 +167,7 @@ def test_a_small_column_beside_noisy_ones_may_not_be_wrong(column: int) -> None:
     run = sums(0, torch.float32, SCALES[2])
     spoilt = run()
     spoilt[:, column] = 0.0
-    assert held([run() for _ in range(20)]).misfit(spoilt) is not None
+    assert misfit([run() for _ in range(20)], spoilt) is not None
 
 
 def test_many_entries_that_no_run_moves_may_not_move_even_by_a_rounding() -> None:
@@ -161,16 +175,16 @@ def test_many_entries_that_no_run_moves_may_not_move_even_by_a_rounding() -> Non
     runs = [run() for _ in range(5)]
     moved = run()
     moved += moved.abs() * torch.finfo(torch.float32).eps
-    assert held(runs).misfit(run()) is None and held(runs).misfit(moved) is not None
+    assert misfit(runs, run()) is None and misfit(runs, moved) is not None
 
 
 def test_where_runs_are_alike_one_more_is_like_them_bit_by_bit() -> None:
     run = torch.randn(ROWS, COLUMNS)
     other = run.clone()
     other[3, 4] *= 1 + 2.0**-20
-    assert held([run, run]).misfit(run.clone()) is None
-    misfit = held([run, run]).misfit(other)
-    assert misfit is not None and 0 < misfit[0] < 1e-4 and misfit[1] == 0.0
+    assert misfit([run, run], run.clone()) is None
+    found = misfit([run, run], other)
+    assert found is not None and 0 < found.off < 1e-4 and found.spread == 0.0
 
 
 @pytest.mark.parametrize(
@@ -206,10 +220,10 @@ def test_where_runs_are_alike_one_more_is_like_them_bit_by_bit() -> None:
 def test_entries_are_judged_one_by_one_whatever_others_are(
     runs: list[list[float]], spread: float | None, good: list[list[float]], bad: list[list[float]]
 ) -> None:
-    known = held([torch.tensor(run) for run in runs])
-    assert spread is None or known.spread == spread
-    assert all(known.misfit(torch.tensor(run)) is None for run in good)
-    assert all(known.misfit(torch.tensor(run)) is not None for run in bad)
+    known = [torch.tensor(run) for run in runs]
+    assert spread is None or apart(known) == spread
+    assert all(misfit(known, torch.tensor(run)) is None for run in good)
+    assert all(misfit(known, torch.tensor(run)) is not None for run in bad)
 
 
 def test_a_long_row_is_judged_in_parts() -> None:
@@ -220,14 +234,14 @@ def test_a_long_row_is_judged_in_parts() -> None:
     def run() -> Tensor:
         return 1 + noise * torch.rand(PIECE + 100, generator=generator)
 
-    known, spoilt = held([run() for _ in range(5)]), run()
-    assert known.misfit(spoilt) is None
+    known, spoilt = [run() for _ in range(5)], run()
+    assert misfit(known, spoilt) is None
     spoilt[-1] += 1e-3
-    assert known.misfit(spoilt) is not None
+    assert misfit(known, spoilt) is not None
 
 
 @pytest.mark.parametrize("strange", [torch.tensor([1.0]), torch.tensor([1.0, 2.0], dtype=torch.float64)])
 def test_runs_of_several_shapes_or_types_excuse_nothing(strange: Tensor) -> None:
     runs = [torch.tensor([1.0, 2.0]), strange, torch.tensor([1.0, 2.0])]
-    assert held(runs).spread == INF
-    assert held(runs).misfit(torch.tensor([7.0, 8.0])) is not None
+    assert apart(runs) == INF
+    assert misfit(runs, torch.tensor([7.0, 8.0])) is not None

@@ -51,7 +51,6 @@ class Router(nn.Module):
         return out
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """One tensor to one tensor."""
         out: Tensor = self.after(hidden)
         return out
 
@@ -63,7 +62,6 @@ ROUTER_PARTS = ("norm", "gate", "other")
 
 
 def steps_of(layer: Router, transient: Sequence[int] = ()) -> list[Any]:
-    """A site, an eager part, and a site."""
     route = SiteSpec(
         name="route",
         module=layer,

@@ -264,3 +264,69 @@ def test_the_next_capture_takes_the_memory_of_what_was_dropped() -> None:
         bank.drop(["train"])
         bank.capture([train])
     assert bank.pool_bytes() <= 1.1 * held
+
+
+# -- bugs that were found once -----------------------------------------------------------------------
+
+
+def test_an_eager_op_between_two_sites_changes_no_bit(device: str) -> None:
+    """Its result was staged into the next site's input, which is the buffer that it was computed from."""
+    pair = Pair(device, blocks(2)).capture()
+
+    def ours(x: Tensor) -> Tensor:
+        first = pair.bank.sites[0](x)
+        between = first * first  # saves what it was given
+        out = pair.bank.sites[1](between)
+        return pair.layers[1](between) if out is NotImplemented else out
+
+    def eager(x: Tensor) -> Tensor:
+        first = pair.eager_layers[0](x)
+        return pair.eager_layers[1](first * first)
+
+    for _ in range(3):
+        pair.step(ours=ours, eager=eager)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_second_pass_in_a_micro_batch_leaves_the_output_of_the_first_alone(
+    device: str, detach: bool
+) -> None:
+    """Once the site was not live any more, its held output was overwritten."""
+    pair = Pair(device, blocks(1)).capture()
+    site = pair.bank.sites[0]
+    with pair.bank.micro_batch("train"):
+        out = site(pair.input())
+        if detach:
+            out = out.detach()
+        else:
+            out.sum().backward()
+        before, held = out.detach().clone(), pair.bank.holders()
+        assert site(pair.input()) is NotImplemented
+        assert torch.equal(out, before) and pair.bank.holders() == held
+        assert pair.eager_calls() == {"NESTING": 1}
+
+
+def test_a_gradient_of_a_gradient_is_refused(pair: Pair) -> None:
+    """It came back without a history: a penalty on it silently trained nothing."""
+    micro_batch = pair.forward()
+    with pytest.raises(RuntimeError, match=r"create_graph=True"):
+        torch.autograd.grad(micro_batch.output.sum(), micro_batch.input, create_graph=True)
+
+
+def test_release_within_a_micro_batch_runs_the_rest_eager(device: str) -> None:
+    """The next site raised `vector::_M_range_check`."""
+    pair = Pair(device, blocks(2)).capture()
+    with pair.bank.micro_batch("train"):
+        first = pair.bank.sites[0](pair.input())
+        pair.bank.release()
+        assert pair.bank.sites[1](first) is NotImplemented
+    assert pair.eager_calls() == {"RELEASED": 1}
+
+
+def test_a_bank_does_not_go_on_watching_every_op(device: str) -> None:
+    """Each host-backend capture left its op trace on; a second one doubled the names it recorded."""
+    pairs = [Pair(device, blocks(1)).capture() for _ in range(3)]
+    trace = _C.OpTrace()
+    torch.zeros(2).neg()
+    assert trace.last_op == "aten::neg"
+    del pairs

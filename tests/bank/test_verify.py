@@ -7,14 +7,13 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads, rng_states, unowned, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads, rng_states, variant
 from torch import Tensor, nn
 
-from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
 from megagraph.bank.sites import EagerPart, SiteSpec
@@ -35,12 +34,11 @@ class Baked(nn.Module):
         self.weight = nn.Parameter(torch.full((WIDTH,), 1.5))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is called."""
         return hidden * self.weight * (self.factor if Baked.is_captured else 2.0)
 
 
 @contextlib.contextmanager
-def _captures() -> Iterator[None]:
+def captures() -> Iterator[None]:
     """A bank's guard: around captures, and around replays of the host backend."""
     Baked.is_captured = True
     try:
@@ -53,7 +51,7 @@ def captured(
     steps: Sequence[Any], device: str, *, training: bool = True, fewer_rows: bool = False, **options: Any
 ) -> Bank:
     moved = [step.to(device) if isinstance(step, nn.Module) else step for step in steps]
-    bank = Bank(moved, device, options=BankOptions(guard=_captures, **options))
+    bank = Bank(moved, device, options=BankOptions(guard=captures, **options))
     bank.capture([variant("it", training=training, fewer_rows=fewer_rows)])
     return bank
 
@@ -429,7 +427,6 @@ class Counts(nn.Module):
 
     @property
     def written(self) -> Tensor:
-        """Where it counts."""
         return {"buffer": self.counted, "attribute": self.kept, "state": self.foreign[0]}[self.where]  # type: ignore[dict-item]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -520,128 +517,3 @@ def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:
 
     layers = [Scratch(), Scratch()]
     assert verify(captured(layers, device), "it", example(device)).differences == []
-
-
-# -- memory of graphs and of what is verified -------------------------------------------------------
-
-
-class _ReadsFreed(torch.autograd.Function):
-    """Doubles. The backward of a capture reads memory that was given back when the forward ended."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, alias: Callable[[Tensor], Tensor]) -> Tensor:
-        factor = torch.full_like(hidden, 2.0)
-        ctx.factor = alias(factor) if torch.cuda.is_current_stream_capturing() else factor
-        return hidden * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
-
-
-@pytest.mark.gpu
-def test_a_kernel_that_reads_freed_memory_is_found() -> None:
-    doubles = Applies(lambda hidden: _ReadsFreed.apply(hidden, unowned))
-    layers = [layer.to("cuda") for layer in (Block(), doubles, *blocks(6))]
-    bank = Bank(layers, "cuda")
-    bank.capture([variant("it")])
-    assert not bank.failures
-    verified = verify(bank, "it", example("cuda"))
-    # Whoever comes before it gets a gradient of its own.
-    assert {(found.index, found.tensor) for found in verified.differences} == {(1, "gradient of the input")}
-
-
-@pytest.mark.gpu
-def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = blocks()
-    bank = captured(layers, "cuda")
-    assert verify(bank, "it", example("cuda")).differences == []
-    original = Verification._run_backwards
-
-    def spoil(verification: Verification) -> None:
-        pools = [it for it in torch.cuda.memory_snapshot() if tuple(it["segment_pool_id"]) != (0, 0)]
-        assert pools
-        for segment in pools:
-            size = segment["total_size"]
-            storage = torch._C._construct_storage_from_data_pointer(
-                segment["address"], torch.device("cuda", segment["device"]), size
-            )
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,)).fill_(0x3F)
-        original(verification)
-
-    monkeypatch.setattr(Verification, "_run_backwards", spoil)
-    found = verify(bank, "it", example("cuda")).differences
-    assert {difference.index for difference in found} == {*range(len(bank.sites))}
-
-
-class _Wide(nn.Module):
-    """A layer that saves three activations, and may keep one for somebody."""
-
-    kept: ClassVar[list[Tensor]] = []
-
-    def __init__(self, *, keeps: bool = False) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)
-        self.keeps = keeps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        inner = torch.tanh(self.into(hidden)).exp()
-        if self.keeps and not Baked.is_captured:
-            _Wide.kept.append(inner.detach())
-        return hidden + torch.tanh(self.out(inner))
-
-
-_MANY_ROWS = 1 << 15  # 64 MiB for each activation of 512 columns
-
-
-def _wide_example() -> Example:
-    return Example(hidden=torch.randn(_MANY_ROWS, WIDTH, device="cuda"))
-
-
-def _captured_wide(layers: Sequence[nn.Module]) -> Bank:
-    bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=BankOptions(guard=_captures))
-    bank.capture([variant("it", rows=_MANY_ROWS)])
-    assert not bank.failures
-    return bank
-
-
-@pytest.mark.gpu
-def test_modules_run_in_memory_that_the_graphs_have() -> None:
-    layers = [_Wide() for _ in range(4)]
-    bank = _captured_wide(layers)
-    given, pool = _wide_example(), bank.pool_bytes()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        verified = verify(bank, "it", given)
-        assert verified.differences == [] and verified.not_run == {}
-    # Copies of what one site makes: of 2 MiB each, where a module alone needs three times 64 MiB.
-    assert torch.cuda.max_memory_reserved() - before <= 48 << 20
-    assert bank.pool_bytes() - pool <= 4 << 20 and verified.most_bytes <= 48 << 20
-
-
-@pytest.mark.gpu
-def test_a_module_that_keeps_what_was_lent_is_an_error() -> None:
-    layers = [_Wide(), _Wide(keeps=True), _Wide()]
-    bank = _captured_wide(layers)
-    _Wide.kept.clear()
-    with pytest.raises(KeptMemoryError, match=f"{64 << 20} bytes that were lent are still in use"):
-        verify(bank, "it", _wide_example())
-    _Wide.kept.clear()
-
-
-@pytest.mark.gpu
-def test_where_a_pool_cannot_be_lent_modules_run_in_memory_of_their_own() -> None:
-    layers = [_Wide() for _ in range(3)]
-    bank = _captured_wide(layers)
-    note = bank.captured[0].notes[0][2]
-    with bank.backend.recording(), bank.backend.lend(0, note) as lent:
-        with lent():
-            held = torch.empty(1 << 20, device="cuda")
-        with bank.backend.lend(0, note) as again, again():
-            elsewhere = torch.empty(1 << 20, device="cuda")
-        assert verify(bank, "it", _wide_example()).differences == []
-        assert held.data_ptr() != elsewhere.data_ptr()
-        del held, elsewhere

@@ -56,5 +56,4 @@ def demo() -> Callable[..., int]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    """Writes what commands read."""
     return Files(tmp_path)

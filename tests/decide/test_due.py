@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is due to be captured follows from the steps alone."""
+"""What is due to be captured, which states there are, which capacities: all follows from the steps."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megagraph._C import DueVariants
-from megagraph.decide.dispatch import Capacity, PackForm, VariantKey
+from megagraph._C import DueVariants, States
+from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey, capacities_for, needs_of
+from megagraph.decide.reasons import EagerReason
 
 TRAINING = VariantKey(None, PackForm(False, False, None), grad=True)
 OTHER = TRAINING.replace(form=PackForm(True, False, None))
@@ -141,3 +144,149 @@ def test_kinds_and_families_are_keys_without_some_values() -> None:
         "has_seq_idx=False), grad=True, state=3, has_mask=False, cp_size=1, "
         "by_token=False)"
     )
+
+
+# -- capacities that are learned would have held every pack of the warm-up ---------------------------
+
+
+shapes = st.builds(
+    PackShape,
+    tokens=st.integers(1, 4096),
+    num_seqs=st.integers(2, 300),
+    max_seqlen=st.integers(1, 4096),
+    cp_size=st.just(1),
+).filter(lambda shape: shape.max_seqlen <= shape.tokens)
+
+
+@given(st.lists(shapes, min_size=1, max_size=20), st.sampled_from([0, 1]))
+def test_every_observed_pack_fits(observed: list[PackShape], extra_seqs: int) -> None:
+    learned = capacities_for(needs_of(observed, extra_seqs), extra_seqs)
+    assert 1 <= len(learned) <= 2
+    assert all(any(shape.exceeds(held) is None for held in learned) for shape in observed)
+
+
+def test_most_packs_get_a_capacity_of_their_own() -> None:
+    observed = [PackShape(100, count, 40) for count in (3, 4, 4, 4, 30)]
+    assert [capacity.num_seqs for capacity in capacities_for(needs_of(observed))] == [4, 32]
+
+
+@given(st.lists(st.lists(shapes, max_size=20), min_size=1, max_size=4), st.sampled_from([0, 1]))
+def test_the_largest_of_each_number_holds_what_any_rank_has_observed(
+    observed: list[list[PackShape]], extra_seqs: int
+) -> None:
+    """Also where one has observed nothing."""
+    packs = [shape for of_rank in observed for shape in of_rank]
+    needs = [needs_of(of_rank, extra_seqs) for of_rank in observed]
+    agreed = [*map(max, zip(*needs, strict=True))]
+    learned = capacities_for(agreed, extra_seqs) if packs else ()
+    assert all(any(shape.exceeds(held) is None for held in learned) for shape in packs)
+
+
+def test_nothing_is_learned_where_nobody_has_met_a_pack() -> None:
+    with pytest.raises(ValueError, match="there were none"):
+        capacities_for(needs_of([]))
+
+
+# -- states ------------------------------------------------------------------------------------------
+
+
+def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
+    states = States(1)
+    for fingerprint, settings, number, is_new in (
+        (7, 1, 0, True),
+        (8, 1, 1, True),
+        (7, 1, 0, False),
+        (7, 2, 2, True),
+    ):
+        assert states.agree(states.local_state(0, fingerprint, settings))
+        assert (states.current, states.is_new) == (number, is_new)
+    assert states.of_call(8) == 3  # under the settings of now
+    assert states.under(1) == 1
+    assert states.eager_reason(0, [2]) is EagerReason.NUMERICS_CHANGED
+    assert states.eager_reason(0, [1]) is EagerReason.STATE_CHANGED
+    assert states.oldest_first()[-1] == 1
+
+
+def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
+    ranks = [States(2), States(2)]
+
+    def meet(*fingerprints: int) -> tuple[list[int], list[bool]]:
+        said = [
+            states.local_state(rank, value, 1)
+            for rank, (states, value) in enumerate(zip(ranks, fingerprints, strict=True))
+        ]
+        largest = [max(values) for values in zip(*said, strict=True)]
+        agreed = [rank.agree(largest) for rank in ranks]
+        return [rank.current for rank in ranks], agreed
+
+    assert meet(10, 20) == ([0, 0], [True, True])
+    assert meet(10, 21) == ([1, 1], [True, True])  # on one rank alone
+    assert meet(11, 21) == ([2, 2], [True, True])
+    assert meet(10, 20) == ([0, 0], [True, True])
+    assert ranks[0].eager_reason(0, [1]) is EagerReason.GROUP_DISAGREED
+    assert ranks[1].eager_reason(0, [1]) is EagerReason.STATE_CHANGED
+    # Inside a step: what all of them do is known from before, what is new has no graphs.
+    assert [rank.of_call(value) for rank, value in zip(ranks, (11, 21), strict=True)] == [2, 2]
+    assert [rank.of_call(value) for rank, value in zip(ranks, (12, 22), strict=True)] == [-1, -1]
+    assert meet(10, 20) == ([0, 0], [True, True])
+    ranks[0].of_call(11)  # on one rank alone
+    ranks[1].of_call(20)
+    assert meet(10, 20) == ([0, 0], [False, False])
+
+
+def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not() -> None:
+    states = States(1)
+    gone: set[int] = set()
+    for fingerprint in range(200):
+        states.agree(states.local_state(0, fingerprint, 1))
+        if states.has_many():
+            gone |= states.forget_oldest(keep={0})
+    assert len(states.oldest_first()) == 64 and gone == set(range(1, 137))
+    states.agree(states.local_state(0, 1, 1))
+    assert states.is_new
+    states.agree(states.local_state(0, 0, 1))
+    assert not states.is_new and states.current == 0
+
+
+def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
+    """It is the oldest one without graphs, and the step that begins is in it."""
+    states = States(1)
+    for fingerprint in range(65):
+        states.agree(states.local_state(0, fingerprint, 1))
+    assert states.has_many() and states.forget_oldest(keep=set(range(64))) == set()
+    states.rename(100)
+    states.agree(states.local_state(0, 100, 1))
+    assert not states.is_new and states.current == 64
+
+
+def test_a_state_has_no_name_of_before_other_modules_counted() -> None:
+    """Bug: a layer's own forward that came back, once the layer had graphs again, was taken for none."""
+    states = States(1)
+    states.agree(states.local_state(0, 7, 1))
+    states.rename(8)
+    states.agree(states.local_state(0, 8, 1))
+    assert states.current == 0 and states.of_call(7) == 1
+    states.agree(states.local_state(0, 7, 1))
+    assert states.current == 1
+
+
+@pytest.mark.parametrize(("size", "run_alike"), [(1, True), (2, True), (2, False)])
+def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike: bool) -> None:
+    """But ranks of other packs call in another order, and have to forget the same ones."""
+    states = States(size, run_alike=run_alike)
+    for fingerprint in (7, 8):
+        states.agree(states.local_state(0, fingerprint, 1))
+    assert states.of_call(7) == 0
+    assert states.oldest_first() == ([1, 0] if run_alike else [0, 1])
+
+
+def test_states_that_are_forgotten_are_new_when_they_come_back() -> None:
+    """Each rank forgets its own names of them, too, or what it remembers would grow for ever."""
+    states = States(1)
+    for fingerprint in range(100):
+        states.agree(states.local_state(0, fingerprint, 1))
+        states.forget_oldest(keep=set())
+    first = states.local_state(0, 0, 1)
+    assert first[2] == 101  # a number of its own again
+    states.agree(first)
+    assert states.is_new

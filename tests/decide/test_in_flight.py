@@ -61,7 +61,6 @@ def most_in(order: list[Pass], chunks: int) -> list[int]:
 
 
 def check(schedule: StageSchedule, counts: list[int]) -> None:
-    """Order and figures for these counts."""
     most = [0] * schedule.chunks
     for count in filter(schedule.is_legal, counts):
         order = order_of_megatron(schedule, count)

@@ -119,7 +119,6 @@ def make_trainer(
     adapters: bool = False,  # in each MLP, and all else frozen
     config: dict[str, Any] | None = None,  # further fields of Megatron's config
 ) -> Trainer:
-    """A model of two layers."""
     given = config or {}
     if engine:
         seed_streams()

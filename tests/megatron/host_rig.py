@@ -11,29 +11,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import megatron_rig as rig
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import (
-    ON_GPU,
-    ONE,
-    OPTIONS,
-    OTHER,
-    TWO,
-    Micro,
-    Pair,
-    grads,
-    packed,
-    run_schedule,
-    varlen_spec,
-)
+from megatron_rig import ONE, OTHER, TWO
 from offsets import offsets
 from torch import Tensor, nn
 
+import megagraph
 from megagraph.demo.trainer import Trainer, in_half_precision, transformer_config
 
 # As many rows and documents as the capacity: the backward of attention sums by their number.
-FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
+FULL = rig.Micro(lengths=(40, 9, 7, 5, 3), seed=3)
 BUDGET = 64  # tokens of a pack of rollouts
 TEMPERATURE = 0.7
 NAN = float("nan")
@@ -121,7 +111,7 @@ def _host_model(
     model_class: type, block_class: type | None, options: Any, config: Any, spec: Any = None
 ) -> nn.Module:
     """A model of these classes; of Megatron's block where no other is given."""
-    spec = varlen_spec(config) if spec is None else spec
+    spec = rig.varlen_spec(config) if spec is None else spec
     model: nn.Module = model_class(
         config=config,
         transformer_layer_spec=spec,
@@ -139,20 +129,18 @@ def frozen_model(
 ) -> tuple[nn.Module, nn.Module]:
     """A model that is never trained and that no DDP has seen, and what is called in its place."""
     torch.manual_seed(seed)
-    model = _host_model(model_class, block_class, OPTIONS, transformer_config(OPTIONS))
-    model.to("cuda" if ON_GPU else "cpu").eval().requires_grad_(False)
+    model = _host_model(model_class, block_class, rig.OPTIONS, transformer_config(rig.OPTIONS))
+    model.to("cuda" if rig.ON_GPU else "cpu").eval().requires_grad_(False)
     return model, in_half_precision(model)
 
 
 class HostTrainer(Trainer):
-    """The reference loop around a host's model."""
-
     def __init__(
         self,
         model_class: type = GPTModel,  # the model's
         block_class: type | None = None,  # of its layers' block; Megatron's own by default
         prepare: Callable[[Any], None] = lambda model: None,  # called with the model before anything wraps it
-        options: Any = OPTIONS,  # of the model
+        options: Any = rig.OPTIONS,  # of the model
         **further: Any,  # of `Trainer`
     ) -> None:
         self._classes, self._prepare = (model_class, block_class), prepare
@@ -166,9 +154,9 @@ class HostTrainer(Trainer):
 
 def host_pair(
     model_class: type = GPTModel, block_class: type | None = None, times: int = 0, **given: Any
-) -> Pair:
+) -> rig.Pair:
     """Two models of these classes and of the same weights, after steps of both whose packs change."""
-    pair = Pair(HostTrainer, model_class=model_class, block_class=block_class, **given)
+    pair = rig.Pair(HostTrainer, model_class=model_class, block_class=block_class, **given)
     for index in range(times):
         pair.step(ONE if index % 2 else TWO, OTHER, FULL)
         pair.evaluate(TWO)
@@ -272,11 +260,11 @@ def without_adapters(*chunks: nn.Module) -> Iterator[None]:
 # -- packs -----------------------------------------------------------------------------------------
 
 
-def rollouts(index: int, *, mini_batches: int) -> list[list[Micro]]:
+def rollouts(index: int, *, mini_batches: int) -> list[list[rig.Micro]]:
     """The packs of each mini-batch of round `index`: answers get longer, the token budget does not."""
     rng = random.Random(index)
     longest = 12 + min(index, 36)
-    found: list[list[Micro]] = []
+    found: list[list[rig.Micro]] = []
     for _ in range(mini_batches):
         packs: list[list[int]] = [[]]
         for _ in range(rng.randint(4, 12)):
@@ -284,42 +272,42 @@ def rollouts(index: int, *, mini_batches: int) -> list[list[Micro]]:
             if sum(packs[-1]) + length > BUDGET:
                 packs.append([])
             packs[-1].append(length)
-        found.append([Micro(lengths=tuple(pack), seed=rng.randrange(1 << 30)) for pack in packs])
+        found.append([rig.Micro(lengths=tuple(pack), seed=rng.randrange(1 << 30)) for pack in packs])
     return found
 
 
-def verl_pack(micro: Micro, device: Any) -> Any:
+def verl_pack(micro: rig.Micro, device: Any) -> Any:
     """One tensor in all four places, the offsets of padded documents; a mark of its own on the pack."""
     actual = offsets(micro.rows, device)
-    params = packed(actual, actual, max_seqlen_q=micro.longest, local_cp_size=1)
+    params = rig.packed(actual, actual, max_seqlen_q=micro.longest, local_cp_size=1)
     params._verl_mtp_loss_normalization_factor = 0.5
     return params
 
 
-def bridge_pack(micro: Micro, device: Any) -> Any:
+def bridge_pack(micro: rig.Micro, device: Any) -> Any:
     """A tensor on the host for the longest document; without padding no padded offsets."""
-    return packed(offsets(micro.rows, device), max_seqlen_q=torch.tensor(micro.longest))
+    return rig.packed(offsets(micro.rows, device), max_seqlen_q=torch.tensor(micro.longest))
 
 
-def bridge_padded_pack(micro: Micro, device: Any, longest: int | None = None) -> Any:
+def bridge_padded_pack(micro: rig.Micro, device: Any, longest: int | None = None) -> Any:
     """As many documents in each pack: offsets are repeated, and the tail is a document without tokens."""
-    tail = OPTIONS.max_tokens - micro.physical
+    tail = rig.OPTIONS.max_tokens - micro.physical
     actual, padded = (
         offsets(lengths, device, entries=5) for lengths in ([*micro.lengths, 0], [*micro.rows, tail])
     )
-    return packed(actual, padded, max_seqlen_q=torch.tensor(longest or max(*micro.rows, tail)))
+    return rig.packed(actual, padded, max_seqlen_q=torch.tensor(longest or max(*micro.rows, tail)))
 
 
 # As Bridge declares it: a document may be as long as the pack.
-bridge_whole_pack = partial(bridge_padded_pack, longest=OPTIONS.max_tokens)
+bridge_whole_pack = partial(bridge_padded_pack, longest=rig.OPTIONS.max_tokens)
 
 
-def swift_pack(micro: Micro, device: Any) -> Any:
+def swift_pack(micro: rig.Micro, device: Any) -> Any:
     """Offsets from the positions that are zero; set on the pack afterwards: its tokens and more."""
     _tokens, _labels, _mask, positions = micro.row_lists()
     starts = [*torch.nonzero(positions == 0).flatten().tolist(), micro.physical]
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
-    params = packed(starts, max_seqlen_q=micro.longest)
+    params = rig.packed(starts, max_seqlen_q=micro.longest)
     params.total_tokens = micro.physical
     params.seq_lens, params.num_samples = list(micro.rows), len(micro.rows)
     return params
@@ -327,11 +315,11 @@ def swift_pack(micro: Micro, device: Any) -> Any:
 
 # -- calls: from a pack to a value for each token --------------------------------------------------
 
-Call = Callable[[Any, Micro, Any], Tensor]  # of a model, a micro-batch and its pack
+Call = Callable[[Any, rig.Micro, Any], Tensor]  # of a model, a micro-batch and its pack
 
 
 def _asked(
-    model: Any, micro: Micro, params: Any, *names: str, rows: int | None = None, **given: Any
+    model: Any, micro: rig.Micro, params: Any, *names: str, rows: int | None = None, **given: Any
 ) -> tuple[Any, Tensor]:
     """What a model answers, and the labels, [T]; of labels and positions it is given what is named."""
     more = 0 if rows is None else rows - micro.physical
@@ -347,20 +335,20 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
     return -logits.float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
 
 
-def verl_call(model: Any, micro: Micro, params: Any) -> Tensor:
+def verl_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
     """Logits, edited in place, without positions, mask or labels."""
     logits, labels = _asked(model, micro, params)
     return _losses(logits.div_(TEMPERATURE)[0], labels)
 
 
-def labels_call(model: Any, micro: Micro, params: Any, rows: int | None = None) -> Tensor:
+def labels_call(model: Any, micro: rig.Micro, params: Any, rows: int | None = None) -> Tensor:
     losses, _labels = _asked(model, micro, params, "labels", "position_ids", rows=rows)
     found: Tensor = losses[0, : micro.physical].float()
     return found
 
 
 # If the tail is a document of the pack.
-full_rows_call = partial(labels_call, rows=OPTIONS.max_tokens)
+full_rows_call = partial(labels_call, rows=rig.OPTIONS.max_tokens)
 
 
 def _fused_output(*, hidden_states: Tensor, output_layer: Any, labels: Tensor, context: Any, **_: Any) -> Any:
@@ -374,7 +362,7 @@ def _fused_hook(*, packed_seq_params: Any, context: Any, **given: Any) -> Any:
     return _fused_output(context=context, **given)
 
 
-def fused_hook_call(model: Any, micro: Micro, params: Any) -> Tensor:
+def fused_hook_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
     """Through the output processor, if the release has it."""
     context = {"temperature": TEMPERATURE, "pack": params}
     hook = {"output_processor": _fused_hook, "output_processor_context": context}
@@ -401,7 +389,7 @@ def fused_forward(
     return _fused_output(hidden_states=out, output_layer=model.output_layer, labels=labels, context=context)
 
 
-def fused_instance_call(model: Any, micro: Micro, params: Any) -> Tensor:
+def fused_instance_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
     found: Tensor = _asked(model, micro, params, "labels", temperature=TEMPERATURE)[0]["losses"]
     return found
 
@@ -429,21 +417,21 @@ def run_phase(
 
     def forward_step(data: Any, chunk: Any) -> tuple[Tensor, Any]:
         item = next(data)
-        micro = item if isinstance(item, Micro) else item[0]
+        micro = item if isinstance(item, rig.Micro) else item[0]
         found = values(chunk, item)
         return found, partial(_mean, mask=micro.row_lists()[2].to(found.device))
 
-    results = run_schedule(model, forward_step, items, len(items), forward_only=forward_only, **schedule)
+    results = rig.run_schedule(model, forward_step, items, len(items), forward_only=forward_only, **schedule)
     return [result["values"] for result in results]
 
 
-def values_of(model: Any, micro: Micro) -> Tensor:
+def values_of(model: Any, micro: rig.Micro) -> Tensor:
     """Of each token, from a plain pack."""
     return verl_call(model, micro, micro.params(next(model.parameters()).device))
 
 
 def log_probs(
-    model: Any, micros: Sequence[Micro], values: Callable[[Any, Any], Tensor] = values_of, **schedule: Any
+    model: Any, micros: Sequence[rig.Micro], values: Callable[[Any, Any], Tensor] = values_of, **schedule: Any
 ) -> list[Tensor]:
     """Through the schedule, forward only, in evaluation mode."""
     was_training = model.training
@@ -518,64 +506,61 @@ class Offload:
             self.gradients(ddp)
             self.gradients_back(ddp)
 
-    def optimizer(self, optimizer: Any, device: torch.device | str) -> None:
-        """The optimizer's state to a device."""
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            for state in part.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.dim() > 0:
-                        state[name] = value.to(device, copy=True)
-
 
 @dataclass(kw_only=True)
 class Host:
     """A trainer's loop as a host runs it; what each phase left is kept."""
 
     trainer: Trainer  # of the policy
-    pack: Callable[[Micro, Any], Any]  # makes the pack of a micro-batch
+    pack: Callable[[rig.Micro, Any], Any]  # makes the pack of a micro-batch
     call: Call  # calls the model on it
     schedule: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
     reference: Any = None  # is asked for every micro-batch of a step, too
-    offload: Offload | None = None  # weights and gradients are away between the phases, and nobody says so
+    offload: Offload | None = None  # weights and gradients are away between the phases
+    announces: bool = False  # which the plugin is told, by `suspend()` and `resume()`
     left: list[Tensor] = field(default_factory=list)
     _is_away: bool = False
 
-    def _values(self, model: Any, micro: Micro) -> Tensor:
+    def _values(self, model: Any, micro: rig.Micro) -> Tensor:
         return self.call(model, micro, self.pack(micro, self.trainer.device))
 
-    def _values_beside_reference(self, model: Any, micro: Micro) -> Tensor:
+    def _values_beside_reference(self, model: Any, micro: rig.Micro) -> Tensor:
         values = self._values(model, micro)
         if self.reference is None:
             return values
         with torch.no_grad():
             return values + self._values(self.reference, micro).exp()
 
-    def run(self, phase: str, micros: Sequence[Micro]) -> None:
+    def run(self, phase: str, micros: Sequence[rig.Micro]) -> None:
         """Everything comes back before a phase and goes away after it."""
         model = self.trainer.model
         if self.offload is not None and self._is_away:
             self.offload.weights_back(model, self.trainer.device)
             self.offload.gradients_back(model)
+            if self.announces:
+                megagraph.resume()
         getattr(self, phase)(micros)
         if self.offload is not None:
+            if self.announces:
+                megagraph.suspend()
             self.offload.weights(model)
             self.offload.gradients(model)
             self._is_away = True
 
-    def train(self, micros: Sequence[Micro]) -> None:
+    def train(self, micros: Sequence[rig.Micro]) -> None:
         self.trainer.zero_grad()
         self.left += run_phase(
             self.trainer.model, micros, self._values_beside_reference, **{"seq_length": 1, **self.schedule}
         )
-        self.left += grads(self.trainer.chunk).values()
+        self.left += rig.grads(self.trainer.chunk).values()
         self.trainer.update()
 
-    def log_probs(self, micros: Sequence[Micro]) -> None:
+    def log_probs(self, micros: Sequence[rig.Micro]) -> None:
         """Of the wrapped model, through the schedule."""
         given = {"seq_length": 1, **self.schedule}
         self.left += log_probs(self.trainer.model, micros, self._values, **given)
 
-    def bare_log_probs(self, micros: Sequence[Micro]) -> None:
+    def bare_log_probs(self, micros: Sequence[rig.Micro]) -> None:
         """Of the unwrapped model, outside of any schedule, as GRPO of ms-swift asks for them."""
         model = self.trainer.chunk
         for micro in micros:

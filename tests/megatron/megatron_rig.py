@@ -86,7 +86,6 @@ class Micro:
         return tokens, labels, mask, positions
 
     def position_ids(self) -> Tensor:
-        """What the model is given as these."""
         return self.row_lists()[3][None]
 
     def padding_mask(self) -> Tensor | None:

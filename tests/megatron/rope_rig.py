@@ -66,7 +66,6 @@ SHAPES = [(10, 30, 24), (32, 32), (20, 8, 30, 6), (2, 2, 28, 32), (16, 16, 16, 1
 def canonical_steps(
     capacity: Capacity, count: int, shapes: Sequence[tuple[int, ...]] = SHAPES, **further: Any
 ) -> list[list[Micro]]:
-    """Steps of two such packs."""
     return [
         [
             canonical(shapes[(2 * index + m) % len(shapes)], capacity=capacity, seed=7 * index + m, **further)
@@ -111,7 +110,6 @@ def padded_modes(
 
 
 def assert_close_losses(one: Run, other: Run) -> None:
-    """Losses that differ by roundings at most."""
     losses = ([step.losses for step in run.steps] for run in (other, one))
     torch.testing.assert_close(*losses, **({"rtol": 0.0, "atol": 0.05} if OPTIONS.bf16 else {}))
 

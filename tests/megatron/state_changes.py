@@ -117,8 +117,6 @@ def on_class(owner: type[Any], name: str, value: Any) -> Do:
 
 
 def in_place(do: Callable[[Any], Any], undo: Callable[[Any], Any], owner: Any = probe) -> Do:
-    """A change without an assignment."""
-
     def change(trainer: Trainer) -> Undo:
         do(owner(trainer))
         return lambda: undo(owner(trainer))

@@ -18,17 +18,6 @@ import moe_rig
 import pytest
 import schedule_jobs
 import torch
-from context_jobs import (
-    EMPTY_DUMMY,
-    MANY_KINDS,
-    OF_ENGINE,
-    ROUTERS,
-    eager_calls,
-    losses_of,
-    micros_of,
-    new_trainer,
-    warmed,
-)
 from megatron.core import parallel_state
 from parallel_jobs import hearing
 from schedule_jobs import BOUND
@@ -103,21 +92,19 @@ TRAININGS: dict[str, Training] = {
     "a size of the model's own": four(cp_sizes=(1, 4), static=2),
     "MLPs": scoped("mlp"),
     "attention of MLA": scoped("attn", model={"mla": "plain, RoPE"}),
-    "attention beside experts": scoped("attn", **OF_EXPERTS),
     "routers and what follows": scoped("attn", "moe_router", "moe_preprocess", **OF_EXPERTS),
     "experts, padded": scoped("attn", "moe", **OF_EXPERTS, **moe_rig.CASES["drop and pad"]),
     "whole layers of grouped experts": two(model={"experts": True, "grouped": True}, has_reference=False),
-    "fewer keys than queries": two(num_query_groups=1, qk_layernorm=True),
     "MLA, fused RoPE": two(model={"mla": "low rank, YaRN"}, apply_rope_fusion=True, evaluates=True),
-    "experts": two(model={"experts": True}, plugin=ROUTERS, evaluates=True, **WITHOUT_LOSSES),
+    "experts": two(model={"experts": True}, plugin=context_jobs.ROUTERS, evaluates=True, **WITHOUT_LOSSES),
     "losses of routers": two(
         model={"experts": True, "mla": "plain, RoPE"},
-        plugin=ROUTERS,
+        plugin=context_jobs.ROUTERS,
         has_reference=False,
         expert_model_parallel_size=2,
-        **MANY_KINDS,
+        **context_jobs.MANY_KINDS,
     ),
-    "a tail that is a document": two(plugin=EMPTY_DUMMY),
+    "a tail that is a document": two(plugin=context_jobs.EMPTY_DUMMY),
     # Without gradients, in training mode, between steps of another size.
     **{
         f"log-probabilities, {model}": two(
@@ -134,12 +121,12 @@ TRAININGS: dict[str, Training] = {
             has_reference="experts" not in model,
             **config,
         )
-        for name, (model, scopes, config) in OF_ENGINE.items()
+        for name, (model, scopes, config) in context_jobs.OF_ENGINE.items()
     },
 }
 MARKS = {
     **dict.fromkeys(("a tail that is a document", "log-probabilities, {}"), pytest.mark.both),
-    **{f"Transformer Engine, {name}": [pytest.mark.gpu, rig.needs_engine] for name in OF_ENGINE},
+    **{f"Transformer Engine, {name}": [pytest.mark.gpu, rig.needs_engine] for name in context_jobs.OF_ENGINE},
 }
 
 
@@ -185,21 +172,21 @@ def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world2: World
 def test_packs_that_no_graph_takes() -> None:
     """Of a group that graphs were not captured with; outside of schedules, where ranks need not make as many
     calls; without their group; and without a slot on any rank that shares them."""
-    trainer = new_trainer()
-    shared, own = warmed(trainer)
-    losses, before = losses_of(trainer, shared), rig.report_of(trainer)
+    trainer = context_jobs.new_trainer()
+    shared, own = context_jobs.warmed(trainer)
+    losses, before = context_jobs.losses_of(trainer, shared), rig.report_of(trainer)
     other = dataclasses.replace(shared, group=distributed.new_group([0, 1]))
-    assert torch.equal(losses_of(trainer, other), losses)
-    assert eager_calls(trainer, before) == {"CP_SIZE_NOT_CAPTURED": 1}
+    assert torch.equal(context_jobs.losses_of(trainer, other), losses)
+    assert context_jobs.eager_calls(trainer, before) == {"CP_SIZE_NOT_CAPTURED": 1}
 
-    expected, before = losses_of(trainer, own), rig.report_of(trainer)
+    expected, before = context_jobs.losses_of(trainer, own), rig.report_of(trainer)
     times = 2 + distributed.get_rank()
     with torch.no_grad():
         for _ in range(times):
             given, _ = rig.forward(trainer.model, own, trainer.device)
             mask = own.row_lists()[2].to(given.device)
             assert torch.equal(given.float().view(-1).where(mask > 0, 0.0), expected)
-    assert eager_calls(trainer, before) == {"GROUP_DISAGREED": times}
+    assert context_jobs.eager_calls(trainer, before) == {"GROUP_DISAGREED": times}
 
     for size in (4, 2):
         nobodys = dataclasses.replace(shared, said={"local_cp_size": size, "cp_group": None})
@@ -216,17 +203,17 @@ def test_packs_that_no_graph_takes() -> None:
     trainer.zero_grad()
     before = rig.report_of(trainer)
     rig.run_schedule(trainer.model, twice, [shared], 1)
-    assert eager_calls(trainer, before) == {"NO_FREE_SLOT": 1}
+    assert context_jobs.eager_calls(trainer, before) == {"NO_FREE_SLOT": 1}
 
 
 @on_ranks(2)
 def test_graphs_go_before_their_groups_and_come_again_with_others() -> None:
     """Bug: packs of ranks whose groups had been destroyed and made again ran eager for ever."""
-    trainer = new_trainer()
-    warmed(trainer)
+    trainer = context_jobs.new_trainer()
+    context_jobs.warmed(trainer)
     before = rig.report_of(trainer)
     make_groups()
-    shared, _ = warmed(trainer)
+    shared, _ = context_jobs.warmed(trainer)
     after = rig.report_of(trainer)
     assert after["replays"] > before["replays"] and after["failures"] == []
     assert "CP_SIZE_NOT_CAPTURED" not in after["eager"]
@@ -238,8 +225,8 @@ def test_graphs_go_before_their_groups_and_come_again_with_others() -> None:
 @on_ranks(4)
 def test_ranks_capture_what_others_have_met_before_they_run_any_themselves() -> None:
     """Bug: ranks whose own packs no graph took raised, and the others waited for them for ever."""
-    trainer = new_trainer()
-    shared, own = micros_of(megagraph.context_groups((1, 2)).of_size(2))
+    trainer = context_jobs.new_trainer()
+    shared, own = context_jobs.micros_of(megagraph.context_groups((1, 2)).of_size(2))
     is_sharing = distributed.get_rank() < 2
     # Says that a document may have all of its rows.
     said = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shared.physical)
@@ -259,7 +246,7 @@ def due_on_all(peers: Peers) -> Callable[..., set[VariantKey]]:
 @on_ranks(2)
 def test_what_is_due_on_one_rank_waits_for_the_others() -> None:
     """One that waits long says so once. One without main gradients keeps back what records them alone."""
-    rank, peers = distributed.get_rank(), Peers(new_trainer().chunk, (1, 2))
+    rank, peers = distributed.get_rank(), Peers(context_jobs.new_trainer().chunk, (1, 2))
     for due in ({KIND}, set()):
         of_all = due_on_all(peers)
         with hearing(logging.WARNING) as said:
@@ -276,7 +263,7 @@ def test_what_is_due_on_one_rank_waits_for_the_others() -> None:
 @on_ranks(2)
 def test_losses_that_are_not_per_token_are_a_warning() -> None:
     for is_per_token in (True, False):
-        model = new_trainer(calculate_per_token_loss=is_per_token).chunk
+        model = context_jobs.new_trainer(calculate_per_token_loss=is_per_token).chunk
         with hearing(logging.WARNING) as said:
             Peers(model, (1, 2))
         assert ["calculate_per_token_loss=False" in sentence for sentence in said] == [True] * (
@@ -289,10 +276,10 @@ def test_losses_that_are_not_per_token_are_a_warning() -> None:
 def test_packs_may_name_the_group_that_the_model_was_built_with() -> None:
     """Bug: of two groups of the same ranks one alone was known."""
     make_groups(context_parallel_size=2)
-    trainer = new_trainer(context_parallel_size=2)
+    trainer = context_jobs.new_trainer(context_parallel_size=2)
     for group in (parallel_state.get_context_parallel_group(), megagraph.context_groups((1, 2)).of_size(2)):
         for _ in range(context_jobs.STEPS):
-            rig.step(trainer, micros_of(group))
+            rig.step(trainer, context_jobs.micros_of(group))
     assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
 
 
@@ -303,14 +290,14 @@ def test_a_model_whose_own_ranks_are_no_neighbours_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="expected the model's own 2 context-parallel ranks to be neighbours"
     ):
-        rig.step(new_trainer(), micros_of(None))
+        rig.step(context_jobs.new_trainer(), context_jobs.micros_of(None))
 
 
 @on_ranks(4)
 def test_ranks_that_destroy_a_group_alone_keep_nobody_waiting() -> None:
     """Bugs: they made it anew, which all ranks have to; others ran packs of more ranks in graphs."""
-    trainer, groups = new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
-    shared, own = micros_of(groups.of_size(4))
+    trainer, groups = context_jobs.new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
+    shared, own = context_jobs.micros_of(groups.of_size(4))
     micros = [dataclasses.replace(shared, lengths=(24, 8), padded=(24, 8)), own]
     for _ in range(context_jobs.STEPS):
         rig.step(trainer, micros)
@@ -330,12 +317,12 @@ def test_ranks_that_destroy_a_group_alone_keep_nobody_waiting() -> None:
 @on_ranks(2)
 def test_owners_of_ranks_that_are_no_objects_of_megatrons() -> None:
     """Bug: a module of a host's whose `config` is a dictionary was an error."""
-    trainer = new_trainer()
+    trainer = context_jobs.new_trainer()
     table, spaced = nn.Identity(), nn.Identity()
     table.config = {"context_parallel_size": 1}  # type: ignore[assignment]
     spaced.config = SimpleNamespace(context_parallel_size=1)  # type: ignore[assignment]
     trainer.chunk.adapters = nn.ModuleList([table, spaced])
-    micros, seen = warmed(trainer), []
+    micros, seen = context_jobs.warmed(trainer), []
     trainer.chunk.output_layer.register_forward_hook(
         lambda *_: seen.append(spaced.config.context_parallel_size)  # type: ignore[union-attr]
     )
@@ -364,10 +351,10 @@ def test_what_cannot_see_its_ranks_is_an_error(
     config: dict[str, Any], model: dict[str, Any], name: str
 ) -> None:
     context_jobs.start(1, expert_parallel=config.get("expert_model_parallel_size", 1))
-    trainer = new_trainer(model=model, **config)
+    trainer = context_jobs.new_trainer(model=model, **config)
     message = "cp_sizes: expected a model that can run packs of several.*" + name
     with pytest.raises(ValueError, match=message):
-        rig.step(trainer, micros_of(megagraph.context_groups((1, 2)).of_size(2)))
+        rig.step(trainer, context_jobs.micros_of(megagraph.context_groups((1, 2)).of_size(2)))
 
 
 # -- what a model sees of the ranks -----------------------------------------------------------------
@@ -379,7 +366,7 @@ def test_tables_that_megatron_drops() -> None:
     context_jobs.install()
     make = partial(context_jobs.make_trainer, config={"calculate_per_token_loss": True}, mla="low rank, YaRN")
     pair, other = rig.Pair(make), make()
-    micros = micros_of(megagraph.context_groups((1, 2)).of_size(2))
+    micros = context_jobs.micros_of(megagraph.context_groups((1, 2)).of_size(2))
     pair.step(*micros, times=2)
     rig.evaluate(other, [rig.Micro(lengths=(65 + more,)) for more in range(33)])
     gc.collect()
@@ -397,7 +384,7 @@ def test_the_largest_groups_come_first() -> None:
     Bug: packs of groups that a host had asked for with other sizes ran eager for ever.
     """
     used, captured = [], []
-    trainer, groups = new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
+    trainer, groups = context_jobs.new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
     of_others = megagraph.context_groups((1, 2))
     reduce, show = distributed.all_reduce, ContextRanks.showing_size
 
@@ -413,7 +400,7 @@ def test_the_largest_groups_come_first() -> None:
         groups.warm_up(trainer.device)
     with mock.patch.object(ContextRanks, "showing_size", note_capture):
         for _ in range(context_jobs.STEPS):
-            rig.step(trainer, micros_of(of_others.of_size(2)))
+            rig.step(trainer, context_jobs.micros_of(of_others.of_size(2)))
     report = rig.report_of(trainer)
     assert set(report["eager"]) == {"WARMING_UP"} and report["replays"] > 0
     assert used == [4, 2]
@@ -424,8 +411,8 @@ def test_the_largest_groups_come_first() -> None:
 @on_ranks(2)
 def test_modules_that_change_between_steps_are_followed() -> None:
     """One that is replaced then sees the ranks of a pack; what would not see them is an error."""
-    trainer = new_trainer()
-    micros, seen = warmed(trainer), []
+    trainer = context_jobs.new_trainer()
+    micros, seen = context_jobs.warmed(trainer), []
     attention: Any = trainer.chunk.decoder.layers[0].self_attention
     attention.core_attention = copy.deepcopy(attention.core_attention)
     hook = trainer.chunk.output_layer.register_forward_hook(
@@ -464,7 +451,7 @@ def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() ->
     """
     context_jobs.start(2, 2)
     parallel = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    trainer = new_trainer(model={"experts": True}, cp_sizes=(2,), **parallel)
+    trainer = context_jobs.new_trainer(model={"experts": True}, cp_sizes=(2,), **parallel)
     peers, before = Peers(trainer.chunk, (2,)), sees(trainer)
     assert peers.context.of_size(2) is not peers.context.own_group()
     with peers.context.showing_size(2):
@@ -476,10 +463,10 @@ def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() ->
 def test_an_error_leaves_every_module_as_it_was() -> None:
     """In a layer or behind them, while a model sees two ranks."""
     rig.forget_metrics()
-    without_updates = {**MANY_KINDS, "moe_router_bias_update_rate": 0.0}
-    trainer = new_trainer(model={"mla": "plain, RoPE", "experts": True}, **without_updates)
-    shared, _ = warmed(trainer)
-    expected, before = losses_of(trainer, shared), sees(trainer)
+    without_updates = {**context_jobs.MANY_KINDS, "moe_router_bias_update_rate": 0.0}
+    trainer = context_jobs.new_trainer(model={"mla": "plain, RoPE", "experts": True}, **without_updates)
+    shared, _ = context_jobs.warmed(trainer)
+    expected, before = context_jobs.losses_of(trainer, shared), sees(trainer)
     seen: list[dict[tuple[str, str], Any]] = []
 
     def look_and_fail(*_args: Any) -> None:
@@ -489,8 +476,8 @@ def test_an_error_leaves_every_module_as_it_was() -> None:
     for failing in (trainer.chunk.decoder.layers[1].mlp, trainer.chunk.output_layer):
         hook = failing.register_forward_hook(look_and_fail)
         with pytest.raises(ArithmeticError, match="on purpose"):
-            losses_of(trainer, shared)
+            context_jobs.losses_of(trainer, shared)
         hook.remove()
         assert any(value is not before[place] for place, value in seen.pop().items())
         assert sees(trainer) == before
-        assert torch.equal(losses_of(trainer, shared), expected)
+        assert torch.equal(context_jobs.losses_of(trainer, shared), expected)

@@ -8,6 +8,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import host_rig as hosts
@@ -43,15 +44,14 @@ def _patched(model: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A host's way, and what becomes of it."""
-
     pack: Callable[[Micro, Any], Any]  # of a micro-batch
     call: hosts.Call  # of the model
     phases: tuple[str, ...] = (LOG_PROBS, TRAIN)  # of each round
     classes: tuple[type, type | None] = (GPTModel, None)  # of the model and its block
     prepare: Callable[[Any], None] = lambda model: None  # done to the model before anything wraps it
     reasons: tuple[str, ...] = ("WARMING_UP",)  # why calls may run eager
-    offloads: bool = False  # memory moves between the phases
+    offload: Callable[[], hosts.Offload | None] = lambda: None  # moves memory between the phases
+    announces: bool = False  # and says so
     reference: str | None = None  # whom the policy's forward step asks beside it
 
     @property
@@ -97,7 +97,10 @@ CASES = {
     "verl": Case(**VERL),
     "verl, log-probabilities alone": Case(**VERL, phases=(LOG_PROBS,)),
     "verl, everything away between phases": Case(
-        **VERL, offloads=True, reasons=("WARMING_UP", "ADDRESS_MOVED")
+        **VERL, offload=hosts.Offload, reasons=("WARMING_UP", "ADDRESS_MOVED")
+    ),
+    "verl, away through Megatron, and announced": Case(
+        **VERL, offload=partial(hosts.Offload, megatrons_own=True), announces=True
     ),
     "verl, fused by the instance": Case(**{**VERL, "call": hosts.fused_instance_call}, prepare=_patched),
     "verl, fused by the output processor": Case(**{**VERL, "call": hosts.fused_hook_call}),
@@ -144,7 +147,8 @@ def _loop(case: Case, mode: str) -> tuple[list[Tensor], Any]:
             call=case.call,
             schedule=_bridge_schedule() if case.pack in (hosts.bridge_pack, hosts.bridge_padded_pack) else {},
             reference=_reference(case, trainer),
-            offload=hosts.Offload() if case.offloads else None,
+            offload=case.offload(),
+            announces=case.announces,
         )
         for index in range(ROUNDS):
             micros = [PACKS[(index + place) % len(PACKS)] for place in range(1 + index % 3)]
@@ -158,6 +162,7 @@ def _loop(case: Case, mode: str) -> tuple[list[Tensor], Any]:
     return host.left, reports
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # Megatron's
 @pytest.mark.parametrize("name", CASES)
 def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentence(name: str) -> None:
     case = CASES[name]
@@ -175,5 +180,7 @@ def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentenc
     report = reports[0]
     assert report["failures"] == []
     assert report["replays"] >= calls // 3 if case.replays else report["replays"] == 0, report
-    if case.offloads:  # the first move alone costs a step, of training, which it meets in the second round
+    if "ADDRESS_MOVED" in case.reasons:  # the first move alone costs a step, of training, in the second round
         assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
+    if "away" in name:  # those of the last phase: nothing piles up
+        assert report["graphs"] == 2 * LAYERS

@@ -94,7 +94,6 @@ def _train(place: Path, line: str, environment: dict[str, str]) -> tuple[dict[st
 
 
 def _command(spec: str, mode: str, model: str) -> tuple[str, dict[str, str]]:
-    """Arguments and environment."""
     arguments, max_packed_seqs, _, tokens = SPECS[spec]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
     environment = {
@@ -113,7 +112,6 @@ def _command(spec: str, mode: str, model: str) -> tuple[str, dict[str, str]]:
 
 
 def _both_runs(folder: Path, spec: str, mode: str) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
-    """The whole run of a mode, and the resumed one."""
     line, environment = _command(spec, mode, _model(12, 1024, ITERATIONS))
     checkpoints = folder / mode
     save = f"--save {checkpoints} --save-interval {HALF}"

@@ -234,8 +234,6 @@ def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
 
 
 class HandingModel(OwnModel):
-    """Such a model."""
-
     def tables(self, input_ids: Any, position_ids: Any, given: Any, pack: Any) -> Any:
         hidden, tables = super().tables(input_ids, position_ids, given, pack)
         return hidden, {**tables, "rotary_pos_emb": self.rotary_pos_emb(pack.max_seqlen_q, packed_seq=True)}

@@ -121,7 +121,6 @@ for name, given, scopes, sites in (
 def of_way(
     way: str, case: str, name: str = "", scopes: Any = None, sites: int = LAYERS, **given: Any
 ) -> None:
-    """Layers of experts, graphed in this way."""
     changes = WAYS[way].cases[case]
     scopes, masks = WAYS[way].scopes if scopes is None else scopes, given.pop("masks", False)
     runs = way != PERMUTATION or moe_rig.can_permute(changes)

@@ -1,24 +1,329 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of experts: attention in graphs and experts eager, with the bits of mode `eager`."""
+"""What of layers of experts is in graphs: their routers, rows permuted to experts too, or all of padded ones.
+
+Bits: test_model_bits.py.
+"""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
 import moe_rig
+import parallel_jobs
 import pytest
 import torch
-from moe_rig import ATTENTION, BIAS, BIASED, PACK, PERMUTATION, ROUTERS, TAILS, WAYS, ExpertTrainer, of
+from host_rig import OwnBlock
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron_rig import Install, Micro, Pair, forget_metrics, graph_config, report_of, step, steps_of, train
+from moe_rig import ATTENTION, PADS, PERMUTATION, ROUTERS, ExpertTrainer, of
 from moe_rig import GROUPED_EXPERTS as GROUPED
+from parallel_jobs import PACKS
 from same_bits import assert_same_bits
-from torch import Tensor
+from torch import Tensor, distributed
+from worlds import World, on_ranks
 
 import megagraph
+from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.parallel.model_parallel import need_equal_rows
+from megagraph.megatron.scopes.moe import MOE, PREPROCESS, ROUTER
 
-pytestmark = pytest.mark.usefixtures("experts")
+pytestmark = [
+    pytest.mark.usefixtures("experts"),
+    # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
+
+BOTH, WHOLE = ("attn", "moe_router"), ("attn", "moe")
+ALL = (*BOTH, "moe_preprocess")
+DROP_AND_PAD = ("drop and pad", "drop and pad, shared experts")
+
+
+@pytest.fixture
+def trained(install: Install) -> Any:
+    def train(scopes: Sequence[str], steps: int = 2, tails: bool = True, **changes: Any) -> ExpertTrainer:
+        install(cuda_graph_modules=scopes)
+        trainer = ExpertTrainer(**changes)
+        for micros in steps_of(steps, tails=tails):
+            step(trainer, micros)
+        return trainer
+
+    return train
+
+
+def test_layers_without_a_norm_before_their_experts() -> None:
+    """What enters a router alone is then what leaves it, too."""
+    pair = Pair(ExpertTrainer, plugin={"cuda_graph_modules": "moe_router"}, **moe_rig.SHARED)
+    for trainer in pair.both:
+        for layer in trainer.chunk.decoder.layers:
+            layer.pre_mlp_layernorm = IdentityOp()
+    assert pair.train(steps_of(3))["eager"] == {"WARMING_UP": 3 * 2}
+
+
+@pytest.mark.parametrize("case", ("alltoall", "shared experts", *DROP_AND_PAD))
+def test_what_leaves_a_permutation_and_in_which_order(case: str) -> None:
+    trainer = ExpertTrainer(**of(moe_rig.PERMUTATION, case))
+    layer, rows, end = trainer.chunk.decoder.layers[0], 24, 20
+    hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
+    mask = torch.arange(rows, device=trainer.device)[None] >= end
+    routed: Any = ROUTER.run(layer, hidden, {"padding_mask": mask})
+    normed, all_probs, routing_map, *shared, residual = routed
+    out: Any = PREPROCESS.run(layer, routed, {})
+    permuted, probs, places, constant, same_map, *same_shared, same_residual = out
+    most = moe_rig.EXPERTS * 12 if case in DROP_AND_PAD else rows * 2
+    assert permuted.shape == (most, 32) and probs.shape == places.shape == (most,)
+    assert torch.equal(permuted, normed.view(rows, 32)[places]) and probs.requires_grad
+    assert torch.equal(constant, all_probs) and not constant.requires_grad
+    assert same_map is routing_map and same_residual is residual
+    assert len(same_shared) == len(shared) and all(a is b for a, b in zip(same_shared, shared, strict=True))
+    if case not in DROP_AND_PAD:
+        routed_rows = int(routing_map.sum())
+        assert routed_rows <= 2 * rows and not probs[routed_rows:].any()
+    of_shared = (5,) if shared else ()
+    assert PREPROCESS.transient(layer) == (of_shared if case in DROP_AND_PAD else (0, 1, *of_shared))
+
+
+@pytest.mark.parametrize("scopes", [("moe_router", "moe_preprocess"), WHOLE], ids=str)
+def test_a_block_that_runs_its_layers_itself(scopes: Sequence[str]) -> None:
+    pair = Pair(ExpertTrainer, plugin={"cuda_graph_modules": scopes}, **PADS)
+    for trainer in pair.both:
+        trainer.chunk.decoder.__class__ = OwnBlock
+    report = pair.train(steps_of(3, tails=False))
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
+
+
+# -- state that no module owns -----------------------------------------------------------------------
+
+
+def _replace_scale(device: torch.device, scale: float | None) -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = (
+        None if scale is None else torch.full((1,), scale, device=device)
+    )
+
+
+REPLACED: dict[str, tuple[Sequence[str], Any, moe_rig.Config]] = {
+    # Graphs would go on adding to tensors that nobody reads.
+    "metrics": (BOTH, lambda device: forget_metrics(), moe_rig.CASES["several losses"]),
+    "metrics of whole layers": (WHOLE, lambda device: forget_metrics(), {**moe_rig.BIAS, **PADS}),
+    # Bug that was: where there was no scale, a capture's warm-up made one that no schedule could set.
+    "no scale of losses": (BOTH, partial(_replace_scale, scale=None), {}),
+    "a scale of losses": (BOTH, partial(_replace_scale, scale=3.0), {}),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_between_steps_is_noticed(what: str) -> None:
+    scopes, replace, changes = REPLACED[what]
+    pair = Pair(ExpertTrainer, plugin={"cuda_graph_modules": scopes}, **changes)
+    for index, (micro, *_others) in enumerate(steps_of(5)):
+        if index not in (2, 3):
+            pair.step(micro)
+            continue
+        left = []
+        for trainer in pair.both:
+            replace(trainer.device)
+            left.append(step(trainer, [micro], eager=trainer is pair.eager))
+        assert_same_bits(*left)
+    eager = pair.report()["eager"]
+    assert eager["ADDRESS_MOVED"] >= 2 and eager["WARMING_UP"] == 2
+    assert set(eager) == {"ADDRESS_MOVED", "WARMING_UP"}
+
+
+def test_metrics_that_are_watched_keep_their_memory(trained: Any) -> None:
+    """Bug that might be: new metrics lie where others were, and graphs add to what has another name."""
+    trainer = trained(BOTH, **moe_rig.CASES["several losses"])
+    before = {values.data_ptr() for values in seams.moe_metrics().values()}
+    forget_metrics()
+    step(trainer, steps_of(1)[0], eager=True)
+    assert before.isdisjoint(values.data_ptr() for values in seams.moe_metrics().values())
+
+
+# -- what goes wrong, and what is around ---------------------------------------------------------------
+
+
+def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(trained: Any) -> None:
+    trainer = trained(BOTH, **{**moe_rig.OVERLAPPED, **moe_rig.GATED})
+    where = f"megatron.core.transformer.moe.{moe_rig.PLACES['dispatch']}"
+    with mock.patch(where, moe_rig.lose), pytest.raises(OSError, match="lost"):
+        step(trainer, steps_of(3)[2])
+    assert moe_rig.tensors_of_calls(trainer) == []
+
+
+def test_a_dispatcher_keeps_nothing_of_a_capture(trained: Any) -> None:
+    """Its tensors would take their memory out of the slot's pool."""
+    for layer in trained(WHOLE, **PADS).chunk.decoder.layers:
+        dispatcher = layer.mlp.token_dispatcher
+        assert dispatcher.probs is None and dispatcher.routing_map is None
+
+
+def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:
+    """It would permute what stands for the rows in the eager part, where nobody reads it."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    trainer = trained(ALL, **PADS)
+    ours: Any = token_dispatcher.permute
+    with (
+        mock.patch.object(token_dispatcher, "permute", ours.__wrapped__),
+        pytest.raises(RuntimeError, match="has permuted rows by another function than Megatron's"),
+    ):
+        step(trainer, steps_of(1)[0])
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(seams.permutation_sorts(), reason="this release sorts")
+def test_a_release_that_permutes_by_a_mask_is_named(trained: Any) -> None:
+    report = report_of(trained(ALL, 3, tails=False))
+    assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * 2}
+    assert "this release of megatron-core permutes into shapes that only the" in report["failures"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher 'allgather' counts rows on the host"),
+        (moe_rig.OVERLAPPED, "moe_shared_expert_overlap=True is not supported yet"),
+        (moe_rig.recompute("moe"), "'moe' in recompute_modules is not supported yet"),
+    ],
+)
+def test_what_waits_or_forks_is_refused_by_name(trained: Any, changes: moe_rig.Config, words: str) -> None:
+    trainer = trained(WHOLE, tails=False, **{**PADS, **changes})
+    assert words in str(MOE.check(trainer.chunk.decoder.layers[0]))
+    report = report_of(trainer)
+    assert report["eager"] == {"SCOPE_UNSUPPORTED": 2 * 3 * 2}
+    assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
+
+
+def _patched(layer: Any) -> None:
+    dispatcher = layer.mlp.token_dispatcher
+    preprocess = type(dispatcher).dispatch_preprocess
+    dispatcher.dispatch_preprocess = lambda *args: preprocess(dispatcher, *args)
+
+
+UNBUILT = {"moe_permute_fusion": True, "moe_latent_size": 16, "moe_router_padding_for_quantization": True}
+# Of a layer: further options, what is done to it, and what is said of it.
+REFUSED: list[tuple[moe_rig.Config, Callable[[Any], Any], str]] = [
+    *(
+        (
+            {},
+            lambda it, given=given: setattr(it.config, *given),
+            f"{given[0]}={given[1]!r} is not supported yet",
+        )
+        for given in UNBUILT.items()
+    ),
+    # Normed hidden states and the residual are one tensor there, whose gradients eager sums in its order.
+    (
+        moe_rig.OVERLAPPED,
+        lambda layer: setattr(layer, "pre_mlp_layernorm", IdentityOp()),
+        "without a norm before them are not supported yet",
+    ),
+    ({}, _patched, "dispatch_preprocess is not Megatron's"),
+]
+
+
+@pytest.mark.parametrize(("changes", "change", "said"), REFUSED)
+def test_what_cannot_be_permuted_in_a_graph_is_refused_by_name(
+    changes: moe_rig.Config, change: Callable[[Any], Any], said: str
+) -> None:
+    layer = ExpertTrainer(**PADS, **changes).chunk.decoder.layers[0]
+    assert PREPROCESS.check(layer) is None
+    change(layer)
+    assert said in str(PREPROCESS.check(layer))
+
+
+# -- over ranks ----------------------------------------------------------------------------------------
+
+
+# What is named beside MLPs, further options, and what keeps a router eager.
+OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str]] = {
+    "routers": (BOTH, moe_rig.BIAS, ""),
+    # Bug that was: experts have the group that saves their shards over ranks, and no forward uses it.
+    "whole layers": (WHOLE, PADS, ""),
+    "a loss that is reduced over them": (
+        BOTH,
+        {"moe_router_load_balancing_type": "global_aux_loss"},
+        "collectives of ranks that run other packs (tp_dp_cp, 2 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN_PACKS)
+def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
+    scopes, changes, failure = OWN_PACKS[case]
+    for report in world2.run(parallel_jobs.train_experts, scopes=(*scopes, "mlp"), **changes):
+        refused = {"SCOPE_UNSUPPORTED": 2 * PACKS} if failure else {}
+        assert report["eager"] == {"WARMING_UP": PACKS * 2, **refused}
+        assert len(report["failures"]) == bool(failure) and failure in "".join(report["failures"])
+
+
+def check_spread(reports: list[dict[str, Any]], misfits: int) -> None:
+    """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
+    assert [report["failures"] for report in reports] == [[], []]
+    assert reports[0]["eager"] == {"WARMING_UP": PACKS * 2}
+    assert reports[1]["eager"] == {"WARMING_UP": PACKS * 2, "TOO_MANY_SEQUENCES": misfits * 2}
+
+
+@pytest.mark.gpu
+def test_a_hundred_steps_of_experts_over_ranks(world2: World) -> None:
+    changes = {"scopes": (*ALL, "mlp"), **moe_rig.BIAS, **moe_rig.SHARED}
+    check_spread(world2.run(parallel_jobs.train_spread, num_steps=100, misfits_on=1, **changes), 50)
+
+
+SPREAD: dict[str, tuple[Sequence[str], moe_rig.Config]] = {
+    "dropless, bias": (BOTH, moe_rig.BIAS),
+    **{case: (BOTH, moe_rig.CASES[case]) for case in ("drop", "shared experts, overlapped")},
+    # Counts are gathered over the ranks in the eager part.
+    "permuted": (
+        (*BOTH, "moe_preprocess"),
+        {**moe_rig.BIAS, **moe_rig.SHARED, "moe_router_load_balancing_type": "aux_loss"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
+    scopes, changes = SPREAD[case]
+    if case == "permuted" and not moe_rig.can_permute(changes):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    job = parallel_jobs.train_spread
+    check_spread(world2.run(job, scopes=(*scopes, "mlp"), misfits_on=1, **changes), 1)
+
+
+@pytest.mark.parametrize("scopes", [("attn",), (*BOTH, "mlp")], ids=str)
+def test_ranks_that_share_rows(world2: World, scopes: Sequence[str]) -> None:
+    """Of a pack, each with some experts."""
+    for report in world2.run(
+        parallel_jobs.train_shared, scopes=scopes, expert_parallel=2, **moe_rig.BIAS, **moe_rig.SHARED
+    ):
+        assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+
+
+@pytest.mark.parametrize(("mode", "expert_parallel"), [("eager", 1), ("graph", 2)])
+@on_ranks(2)
+@moe_rig.experts_on_cpu()
+def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:
+    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail.
+
+    Also where all rows of one rank are padding.
+    """
+    changes = {**parallel_jobs.share_rows(expert_parallel), "sequence_parallel": True, **moe_rig.BIAS}
+    micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
+    config = graph_config(mode=mode, cuda_graph_modules=BOTH)
+    for left in train(config, [micros] * 2, ExpertTrainer, **changes).steps:
+        for counts in left.counts:
+            distributed.all_reduce(counts)
+            assert int(counts.sum()) == 2 * (20 + 8 + 10 + 4)
+
+
+# -- rows past a pack's end, errors and refusals -----------------------------------------------------
+
+
 WARM_UP = {"WARMING_UP": 3 * 2}
 
 
@@ -60,7 +365,7 @@ class Routed:
         self.maps.append(routing_map.clone())
 
 
-TAILED = ("alltoall", "allgather", "drop", "drop and pad", BIASED)
+TAILED = ("alltoall", "allgather", "drop", "drop and pad", moe_rig.BIASED)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +373,21 @@ TAILED = ("alltoall", "allgather", "drop", "drop and pad", BIASED)
     [
         *(("eager", ATTENTION, case) for case in TAILED),
         *(("graph", ROUTERS, case) for case in TAILED),
-        *(("graph", ATTENTION, case) for case in ("drop", BIASED)),
-        *((mode, GROUPED, BIASED) for mode in ("eager", "graph")),
+        *(("graph", ATTENTION, case) for case in ("drop", moe_rig.BIASED)),
+        *((mode, GROUPED, moe_rig.BIASED) for mode in ("eager", "graph")),
     ],
 )
 def test_a_longer_tail_changes_nothing(install: rig.Install, way: str, case: str, mode: str) -> None:
-    install(mode=mode, cuda_graph_modules=WAYS[way].scopes)
+    install(mode=mode, cuda_graph_modules=moe_rig.WAYS[way].scopes)
     changes = {**of(way, case), "moe_router_bias_update_rate": 0.0}
     trainer = ExpertTrainer(is_grouped=way == GROUPED, **changes)
-    rig.step(trainer, [PACK], update=False)
+    rig.step(trainer, [moe_rig.PACK], update=False)
     routed = Routed(trainer) if way == ATTENTION else None
-    end, found = sum(PACK.lengths), []
-    for index, tail in enumerate(TAILS):
-        left = rig.step(trainer, [dataclasses.replace(PACK, tail=tail, tail_token=index)], update=False)
+    end, found = sum(moe_rig.PACK.lengths), []
+    for index, tail in enumerate(moe_rig.TAILS):
+        left = rig.step(
+            trainer, [dataclasses.replace(moe_rig.PACK, tail=tail, tail_token=index)], update=False
+        )
         left.losses[:] = [each[:end] for each in left.losses]
         if way == ATTENTION and rig.ON_GPU:  # where the output layer takes another kernel for other rows
             left.losses, left.grads = [], {}
@@ -91,14 +398,14 @@ def test_a_longer_tail_changes_nothing(install: rig.Install, way: str, case: str
             assert_same_bits(found[0], other)
     if routed is not None:
         assert_routed_alike(routed, end, changes)
-    assert rig.report_of(trainer)["replays"] == 2 * len(TAILS) * (mode == "graph")
+    assert rig.report_of(trainer)["replays"] == 2 * len(moe_rig.TAILS) * (mode == "graph")
 
 
 def assert_routed_alike(routed: Routed, end: int, changes: moe_rig.Config) -> None:
     """In both layers, with each tail."""
     assert all(torch.equal(output[:end], routed.outputs[0][:end]) for output in routed.outputs[1:])
     first = list(zip(routed.maps, routed.probs, strict=True))[:2]
-    assert len(routed.maps) == 2 * len(TAILS)
+    assert len(routed.maps) == 2 * len(moe_rig.TAILS)
     for index, (routing_map, probs) in enumerate(zip(routed.maps, routed.probs, strict=True)):
         assert routing_map.size(0) == rig.CAPACITY.tokens
         assert torch.equal(routing_map[:end], first[index % 2][0][:end])
@@ -129,8 +436,8 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
     assert_same_bits(ours, rig.train(None, steps, ExpertTrainer, **changes))
     assert set(ours.report["eager"]) == {"RECOMPUTING"}
     with pytest.raises(RuntimeError):
-        rig.train(None, steps, ExpertTrainer, **BIAS)
-    biased = rig.train(rig.graph_config(), steps, ExpertTrainer, **{**BIAS, **changes})
+        rig.train(None, steps, ExpertTrainer, **moe_rig.BIAS)
+    biased = rig.train(rig.graph_config(), steps, ExpertTrainer, **{**moe_rig.BIAS, **changes})
     assert set(biased.report["eager"]) == {"RECOMPUTING"} and any(biased.steps[0].counts[0])
 
 
@@ -145,8 +452,8 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
     ],
 )
 def test_an_error_leaves_the_next_step_right(way: str, place: str) -> None:
-    changes = {**BIAS, **(moe_rig.PADS if way == PERMUTATION else {})}
-    pair = rig.Pair(ExpertTrainer, plugin={"cuda_graph_modules": WAYS[way].scopes}, **changes)
+    changes = {**moe_rig.BIAS, **(moe_rig.PADS if way == PERMUTATION else {})}
+    pair = rig.Pair(ExpertTrainer, plugin={"cuda_graph_modules": moe_rig.WAYS[way].scopes}, **changes)
     first, second, lost, *others = rig.steps_of(5)
     pair.train([first, second])
     for trainer in pair.both:
@@ -203,13 +510,13 @@ def test_which_experts_over_several_ranks_need_equal_rows(
 
 
 def test_packs_whose_rows_are_samples_run_as_given(install: rig.Install, trainer: ExpertTrainer) -> None:
-    params = PACK.params(trainer.device)
+    params = moe_rig.PACK.params(trainer.device)
     if not hasattr(params, "tokens_per_sample"):
         pytest.skip("this release of megatron-core has no tokens_per_sample")
     install(cuda_graph_modules="attn")
-    rig.step(trainer, [PACK], update=False)
-    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in PACK.row_lists())
-    params = dataclasses.replace(params, tokens_per_sample=PACK.physical // 2)
+    rig.step(trainer, [moe_rig.PACK], update=False)
+    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in moe_rig.PACK.row_lists())
+    params = dataclasses.replace(params, tokens_per_sample=moe_rig.PACK.physical // 2)
 
     def losses() -> Tensor:
         with torch.no_grad():

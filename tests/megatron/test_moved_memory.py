@@ -10,11 +10,12 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import Offload, adapt
+from host_rig import BUDGET, Offload, adapt, frozen_model, log_probs, rollouts
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
+from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 
 
@@ -239,3 +240,108 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
     assert graphed.steps[0].grads["decoder.layers.0.mlp.scale"].any()
     assert not graphed.steps[-1].grads["decoder.layers.0.mlp.scale"].any()
     assert graphed.report["replays"] == 2 * 2 * rig.LAYERS and graphed.report["failures"] == []
+
+
+# -- gradients that are away, and other weights of a frozen model ------------------------------------
+
+
+BANK = (
+    Capacity(tokens=32, num_seqs=6, max_seqlen=32),
+    Capacity(tokens=BUDGET, num_seqs=12, max_seqlen=BUDGET),
+)
+
+
+PACKS = rollouts(0, mini_batches=1)[0]
+CALLS = len(PACKS) * rig.LAYERS
+
+
+def _train_once(trainer: Trainer) -> rig.Step:
+    return rig.step(trainer, PACKS, update=False)
+
+
+def _pass(trainer: Trainer) -> list[Tensor]:
+    return log_probs(trainer.model, PACKS)
+
+
+def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None:
+    """Bug: memory of freed gradients was read while a rig.forward-only pass was captured, and crashed.
+
+    Their absence also counted as a moved address, so that log-probability passes lost their graphs.
+    """
+
+    def address() -> list[int]:
+        return [grad.data_ptr() for _name, grad in pair.graphed.named_main_grads()]
+
+    pair = rig.Pair(plugin={"capacities": BANK})
+    offloads = {trainer: Offload() for trainer in pair.both}
+    for work in (_train_once, _pass) * 2:
+        assert_same_bits(*pair.each(work))
+    before, addresses = pair.report(), address()
+    pair.each(lambda trainer: offloads[trainer].gradients(trainer.model))
+    for _ in range(2):
+        assert_same_bits(*pair.each(_pass))
+    after = pair.report()
+    pair.each(lambda trainer: offloads[trainer].gradients_back(trainer.model))
+    has_moved = address() != addresses
+    for _ in range(2):
+        assert_same_bits(*pair.each(_train_once))
+    back = pair.report()
+    assert after["replays"] - before["replays"] == 2 * CALLS
+    assert after["eager"] == before["eager"] and after["graphs"] == before["graphs"]
+    assert back["eager"].get("ADDRESS_MOVED", 0) == CALLS * has_moved
+    assert back["replays"] - after["replays"] == 2 * CALLS - CALLS * has_moved
+
+
+def test_a_training_forward_while_only_gradients_are_away_runs_eager(pair: rig.Pair) -> None:
+    """Its backward would add to where they were; they may come back elsewhere before it runs."""
+
+    def work(trainer: Trainer) -> rig.Step:
+        offload = Offload()
+        offload.gradients(trainer.model)
+        losses, _ = rig.forward(trainer.model, rig.ONE, trainer.device)
+        offload.gradients_back(trainer.model)
+        losses.sum().backward()
+        return rig.Step(losses=[losses.detach().clone()], grads=rig.grads(trainer.chunk))
+
+    pair.step(rig.ONE, times=2)
+    assert_same_bits(*pair.each(work))
+    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "ADDRESS_MOVED": rig.LAYERS}
+    pair.step(rig.ONE, times=3)
+    assert pair.report()["replays"] >= (1 + 2) * rig.LAYERS
+
+
+def test_a_first_capture_while_gradients_are_away_leaves_training_for_later(install: rig.Install) -> None:
+    install(capacities=BANK)
+    trainer, offload = Trainer(rig.OPTIONS), Offload()
+    _train_once(trainer)
+    offload.gradients(trainer.model)
+    for _ in range(3):
+        _pass(trainer)
+    (report,) = megagraph.reports()
+    assert (report["graphs"], report["replays"]) == (len(BANK) * rig.LAYERS, 2 * CALLS)
+    offload.gradients_back(trainer.model)
+    _train_once(trainer)
+    (report,) = megagraph.reports()
+    assert (report["graphs"], report["replays"]) == (len(BANK) * 3 * rig.LAYERS, 3 * CALLS)
+    assert set(report["eager"]) == {"WARMING_UP"}
+
+
+def test_a_frozen_model_that_gets_other_weights_replays_with_those(install: rig.Install) -> None:
+    """As a host updates its reference: in place, then by replacing every parameter."""
+    install(capacities=BANK)
+    frozen, called = frozen_model(seed=3)
+    others = [frozen_model(seed=seed)[0].state_dict() for seed in (4, 5)]
+    for _ in range(2):
+        log_probs(called, PACKS)
+    found = []
+    for weights, assign in zip(others, (False, True), strict=True):
+        frozen.load_state_dict(weights, assign=assign)
+        for _ in range(2):
+            graphed = log_probs(called, PACKS)
+            with megagraph.disable_cuda_graphs_this_step():
+                assert_same_bits(graphed, log_probs(called, PACKS))
+        found.append(graphed)
+    assert not any(map(torch.equal, *found))
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": CALLS, "ADDRESS_MOVED": CALLS, "DISABLED": 4 * CALLS}
+    assert report["replays"] == (1 + 2 + 1) * CALLS

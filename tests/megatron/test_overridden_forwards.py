@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from host_rig import FULL, ONE, OTHER, TWO, HostTrainer, OwnBlock, OwnModel, frozen_model, host_pair, only
+from host_rig import FULL, HostTrainer, OwnBlock, OwnModel, frozen_model, host_pair, only
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, step, the_plugin
+from megatron_rig import LAYERS, ONE, OPTIONS, OTHER, TWO, Install, Micro, Pair, forward, step, the_plugin
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -36,8 +36,6 @@ FULL_OF_OTHER = _Swapped(lengths=FULL.lengths, seed=3)
 
 
 def _handing_on(cls: Any) -> type:
-    """A class whose forward hands everything on."""
-
     class Super(cls):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
@@ -49,15 +47,11 @@ SuperModel, SuperBlock, OwnSuperModel = (_handing_on(cls) for cls in (GPTModel, 
 
 
 class CallingModel(OwnModel):
-    """Has a call of its own."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
 
 
 class NamelessBlock(OwnBlock):
-    """Takes all of its arguments by whatever name."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Any = kwargs["hidden_states"]
         names = ("packed_seq_params", "rotary_pos_emb", "attention_mask")
@@ -368,26 +362,6 @@ def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs
     report = pair.report()
     assert report["replays"] - trained["replays"] == 3 * 4
     assert report["eager"]["NESTING"] == trained["eager"]["NESTING"]
-
-
-class InPlaceBlock(OwnBlock):
-    """Adds features to some rows in place, after its first layer."""
-
-    chosen: Tensor  # rows of the pack as it was given
-
-    def between(self, index: int, hidden_states: Tensor) -> Tensor:
-        if index == 0:
-            hidden_states[self.chosen] = hidden_states[self.chosen] + 1.5
-        return hidden_states
-
-
-def test_rows_that_a_block_chooses_between_layers_are_those_of_the_pack_as_given() -> None:
-    pair = host_pair(OwnModel, InPlaceBlock)
-    for micro in (ONE, TWO, FULL, OTHER, ONE, TWO):
-        for trainer in pair.both:
-            trainer.chunk.decoder.chosen = torch.arange(micro.physical, device=trainer.device) % 3 == 0
-        pair.step(micro)
-    assert only(pair.report(), "WARMING_UP", "NESTING")
 
 
 class PartsBlock(OwnBlock):

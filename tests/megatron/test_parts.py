@@ -1,28 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention or MLP of dense layers in graphs and the other eager: the bits of eager, and what is counted."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import megatron_rig as rig
 import parallel_jobs
 import pytest
 from host_rig import only
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    TWO,
-    Install,
-    Make,
-    Micro,
-    ModelTrainer,
-    Pair,
-    report_of,
-    step,
-    steps_of,
-)
 from moe_rig import PADS, ExpertTrainer
 from state_changes import halved
 
@@ -37,20 +25,20 @@ from megagraph.megatron.scopes.plan import PARTS
 def test_a_pack_that_does_not_fit_and_a_change_of_state_inside_the_graphed_half(
     scopes: Sequence[str],
 ) -> None:
-    pair = Pair(plugin={"cuda_graph_modules": scopes})
-    pair.step(ONE, TWO, times=3)
-    pair.step(ONE, Micro(lengths=parallel_jobs.MISFIT))
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "TOO_MANY_SEQUENCES": LAYERS}
+    pair = rig.Pair(plugin={"cuda_graph_modules": scopes})
+    pair.step(rig.ONE, rig.TWO, times=3)
+    pair.step(rig.ONE, rig.Micro(lengths=parallel_jobs.MISFIT))
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "TOO_MANY_SEQUENCES": rig.LAYERS}
     halves = {"attn": "self_attention", "mlp": "mlp"}
     (graphed,) = scopes
     (other,) = set(halves) - set(scopes)
-    for name, expected in ((other, 0), (graphed, 2 * LAYERS)):
+    for name, expected in ((other, 0), (graphed, 2 * rig.LAYERS)):
         before = pair.report()["eager"].get("STATE_CHANGED", 0)
         for trainer in pair.both:
             getattr(trainer.chunk.decoder.layers[1], halves[name]).eval()
-        pair.step(ONE, TWO)
+        pair.step(rig.ONE, rig.TWO)
         assert pair.report()["eager"].get("STATE_CHANGED", 0) - before == expected
-        pair.step(ONE, TWO)
+        pair.step(rig.ONE, rig.TWO)
 
 
 BOTH = ("attn", "moe_router")
@@ -60,23 +48,23 @@ BOTH = ("attn", "moe_router")
 @pytest.mark.parametrize(
     ("make", "scopes", "where", "is_eager"),
     [
-        (ModelTrainer, ("mlp",), "", True),
-        (ModelTrainer, ("attn",), "self_attention", True),
+        (rig.ModelTrainer, ("mlp",), "", True),
+        (rig.ModelTrainer, ("attn",), "self_attention", True),
         *((ExpertTrainer, BOTH, where, True) for where in ("mlp", "mlp.router")),
         *((ExpertTrainer, scopes, "mlp.experts", scopes != BOTH) for scopes in (BOTH, ("attn", "moe"))),
     ],
 )
 def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(
-    make: Make, scopes: Sequence[str], where: str, is_eager: bool
+    make: rig.Make, scopes: Sequence[str], where: str, is_eager: bool
 ) -> None:
     """Beside the graph it runs."""
-    pair = Pair(make, plugin={"cuda_graph_modules": scopes}, **(PADS if "moe" in scopes else {}))
+    pair = rig.Pair(make, plugin={"cuda_graph_modules": scopes}, **(PADS if "moe" in scopes else {}))
     seen: list[str] = []
     for trainer in pair.both:
         module = trainer.chunk.decoder.layers[1].get_submodule(where)
         module.register_forward_hook(lambda *_: seen.append(where))
-    report = pair.train([micro] for micro, *_others in steps_of(3))
-    assert report["eager"] == {"WARMING_UP": LAYERS, **({"FOREIGN_HOOK": 2} if is_eager else {})}
+    report = pair.train([micro] for micro, *_others in rig.steps_of(3))
+    assert report["eager"] == {"WARMING_UP": rig.LAYERS, **({"FOREIGN_HOOK": 2} if is_eager else {})}
     assert len(seen) == 2 * 3
 
 
@@ -98,48 +86,49 @@ class Between(TransformerLayer):  # type: ignore[misc]  # megatron-core has no t
     """Has something of its own between its halves."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Changes what the first half hands out."""
         hidden_states, context = self._forward_attention(*args, **kwargs)
         return self._forward_mlp(hidden_states * 1.5), context
+
+
+def as_layers(pair: rig.Pair, kind: type, first: int) -> dict[str, Any]:
+    """The report of layers that are of a host's class from the first of them on."""
+    for trainer in pair.both:
+        for layer in trainer.chunk.decoder.layers[first:]:
+            layer.__class__ = kind
+    pair.step(rig.ONE, rig.TWO, times=3)
+    return pair.report()
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 def test_a_hosts_layer_is_split_inside_of_its_own_forward(scopes: Sequence[str]) -> None:
     """Bug: its halves could not be told apart, because its forward was not Megatron's."""
-    pair = Pair(plugin={"cuda_graph_modules": scopes})
-    for trainer in pair.both:
-        for layer in trainer.chunk.decoder.layers:
-            layer.__class__ = Scaled
-    pair.step(ONE, TWO, times=3)
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS} and pair.report()["failures"] == []
+    report = as_layers(rig.Pair(plugin={"cuda_graph_modules": scopes}), Scaled, 0)
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and report["failures"] == []
 
 
 def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:
-    pair = Pair(plugin={"cuda_graph_modules": "attn"})
-    for trainer in pair.both:
-        trainer.chunk.decoder.layers[1].__class__ = Between
-    pair.step(ONE, TWO, times=3)
-    assert pair.report()["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2
-    assert pair.report()["failures"] == [
+    report = as_layers(rig.Pair(plugin={"cuda_graph_modules": "attn"}), Between, 1)
+    assert report["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2
+    assert report["failures"] == [
         "layer 1 (Between) stays eager (SCOPE_UNSUPPORTED): its halves cannot be told apart: its forward, "
         f"{__name__}.Between.forward, does more than hand on what they return"
     ]
 
 
-def test_the_models_own_config_names_scopes(install: Install) -> None:
+def test_the_models_own_config_names_scopes(install: rig.Install) -> None:
     has_modules = hasattr(TransformerConfig, "cuda_graph_modules")  # cuda_graph_scope before
     option = "cuda_graph_modules" if has_modules else "cuda_graph_scope"
     install()
-    trainer = Trainer(OPTIONS, config={option: ["attn"]})
-    step(trainer, [ONE, TWO], times=3)
-    assert report_of(trainer)["replays"] == 2 * 2 * LAYERS
+    trainer = Trainer(rig.OPTIONS, config={option: ["attn"]})
+    rig.step(trainer, [rig.ONE, rig.TWO], times=3)
+    assert rig.report_of(trainer)["replays"] == 2 * 2 * rig.LAYERS
     megagraph.uninstall()
     install(cuda_graph_modules="mlp")
-    trainer = Trainer(OPTIONS, config={option: ["attn"]})
+    trainer = Trainer(rig.OPTIONS, config={option: ["attn"]})
     with pytest.raises(
         ValueError, match=f"GraphConfig or {option} in the model's config, got both: mlp and attn"
     ):
-        step(trainer, [ONE, TWO])
+        rig.step(trainer, [rig.ONE, rig.TWO])
 
 
 def test_every_option_has_a_half() -> None:
@@ -150,17 +139,107 @@ def test_every_option_has_a_half() -> None:
 @pytest.mark.parametrize("scope", ["attn", "mlp"])
 def test_a_forward_that_comes_back_to_a_layer_with_graphs_again_is_noticed(scope: str) -> None:
     """Bug: the state of now was still known by what it was while the layer had no graph and did not count."""
-    pair = Pair(plugin={"cuda_graph_modules": scope})
-    pair.step(ONE)
+    pair = rig.Pair(plugin={"cuda_graph_modules": scope})
+    pair.step(rig.ONE)
     layers = [trainer.chunk.decoder.layers[0] for trainer in pair.both]
     forwards = [halved(layer.forward) for layer in layers]
-    padded = Micro(lengths=(5, 7), padded=(8, 8))
+    padded = rig.Micro(lengths=(5, 7), padded=(8, 8))
     for _ in range(2):
         for layer, forward in zip(layers, forwards, strict=True):
             layer.forward = forward
-        pair.step(ONE, times=3)
+        pair.step(rig.ONE, times=3)
         for layer in layers:
             del layer.forward
-        for micro in (ONE, padded, padded, ONE):  # another kind is captured, and the layer with it
+        for micro in (rig.ONE, padded, padded, rig.ONE):  # another kind is captured, and the layer with it
             pair.step(micro)
     assert only(pair.report(), "WARMING_UP", "SCOPE_UNSUPPORTED", "STATE_CHANGED")
+
+
+# -- forwards that a host sets: no layer is split where one would be passed over ---------------------
+
+
+# What is graphed, and which forward is set, by the child that has it and its name.
+CASES = [
+    (("attn",), "", "forward"),
+    (BOTH, "", "forward"),
+    (BOTH, "", "_forward_mlp"),
+    (BOTH, "mlp", "forward"),
+]
+
+
+def _doubled(trainer: ExpertTrainer, child: str, name: str) -> Callable[[], None]:
+    """Sets a forward of the second layer that doubles what Megatron's makes. Returns what takes it away."""
+    owner = trainer.chunk.decoder.layers[1].get_submodule(child)
+    megatrons = getattr(owner, name)
+
+    @functools.wraps(megatrons)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out = megatrons(*args, **kwargs)
+        return (out[0] * 2, out[1]) if isinstance(out, tuple) else out * 2
+
+    setattr(owner, name, doubled)
+    return functools.partial(delattr, owner, name)
+
+
+@pytest.mark.both
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(("scopes", "child", "name"), CASES)
+def test_from_the_beginning_away_and_back_again(scopes: Sequence[str], child: str, name: str) -> None:
+    """Bugs: a wrapper was taken for Megatron's, whose name and module it has; and after a capture of a layer
+    as it was, the next one split it as before, and passed over the new forward."""
+    pair = rig.Pair(ExpertTrainer, plugin={"cuda_graph_modules": scopes})
+    steps = [[micro] for micro, *_others in rig.steps_of(7)]
+    takers = [_doubled(trainer, child, name) for trainer in pair.both]
+    report = pair.train(steps[:3])
+    assert report["eager"] == {"WARMING_UP": 2, "SCOPE_UNSUPPORTED": 2}
+    assert (child, name) == ("", "forward") or "so that its router cannot run alone" in report["failures"][0]
+    for take in takers:
+        take()
+    away = pair.train(steps[3:5])
+    assert away["replays"] - report["replays"] >= 2
+    for trainer in pair.both:
+        _doubled(trainer, child, name)
+    back = pair.train(steps[5:])
+    assert back["eager"]["SCOPE_UNSUPPORTED"] >= 2 + 1
+    assert set(back["eager"]) <= {"WARMING_UP", "STATE_CHANGED", "SCOPE_UNSUPPORTED"}
+
+
+ALL = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()]
+
+
+@pytest.mark.both
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(
+    ("scopes", "how"),
+    [(BOTH, "a patch of the class"), *((scopes, "its own choices") for scopes in ALL)],
+    ids=str,
+)
+def test_routing_that_is_replayed_from_some_step_on(
+    install: rig.Install, scopes: Sequence[str], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug that might be: graphs go on choosing, or choose for ever what some micro-batch was told to.
+
+    Where no scope is named, experts are grouped, and layers with them graphed whole.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    class Replay:
+        def get_replay_topk(self, scores: Any, topk: int, groups: Any, of_groups: Any, choose: Any) -> Any:
+            return choose(scores.flip(1), topk)
+
+    install(cuda_graph_modules=(*scopes, "mlp") if scopes else ())
+    changes: dict[str, Any] = {"is_grouped": True}
+    if scopes:
+        changes = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    pair = rig.Pair(ExpertTrainer, kinds="E-", **changes)
+    pair.train(rig.steps_of(5)[:2])
+    if how == "its own choices":
+        for router in (router for trainer in pair.both for router in trainer.routers()):
+            router.router_replay = Replay()
+    else:
+        routing = TopKRouter.routing
+        flipped = functools.wraps(routing)(lambda router, it, **how: routing(router, it.flip(-1), **how))
+        monkeypatch.setattr(TopKRouter, "routing", flipped)
+    report = pair.train(rig.steps_of(5)[2:])
+    assert report["eager"] == {"WARMING_UP": 6, "STATE_CHANGED": 6, "SCOPE_UNSUPPORTED": 2 * 3}
+    assert "may be told what to choose" in report["failures"][0]

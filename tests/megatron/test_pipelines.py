@@ -58,9 +58,11 @@ TRAININGS: dict[str, tuple[Any, Training]] = {
     # Some micro-batches are shared by both ranks of a stage, and others by none.
     "packs of several sizes in flight": (both, four(OF_TWO_CHUNKS, cp_sizes=(1, 2))),
     "two tensor-parallel ranks a stage": (both, four(Cut(tensor_parallel=2))),
-    "stages of one layer and of three": ((), two(Cut(), layers=2, transformer=UNEVEN)),
     "packs of as many rows": ((), two(transformer={"variable_seq_lengths": False})),
-    "embeddings of both ends shared": ((), two(shared_embeddings=True)),
+    "stages of one layer and of three, whose embeddings are shared": (
+        (),
+        two(Cut(), layers=2, transformer=UNEVEN, shared_embeddings=True),
+    ),
 }
 
 

@@ -160,8 +160,6 @@ ARGUMENTS = (
 
 
 class _Stream:
-    """Stands for a CUDA stream."""
-
     def wait_stream(self, other: Any) -> None:
         """Nothing runs beside anything."""
 

@@ -67,7 +67,6 @@ class Job:
 
     @property
     def case(self) -> Case:
-        """The packs."""
         tokens = self.model.max_tokens
         return self.main_case or Case(
             name="packs",
@@ -79,7 +78,6 @@ class Job:
         )
 
     def packs(self, rank: int) -> list[list[Pack]]:
-        """Of each step of a rank."""
         groups = self.ranks // self.tensor_parallel
         return self.case.steps(self.steps * groups)[rank // self.tensor_parallel :: groups]
 

@@ -15,55 +15,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import megatron_rig as rig
 import pytest
+import rope_rig
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel, host_pair, only
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron_rig import (
-    CAPACITY,
-    HYBRID_PATTERN,
-    LAYERS,
-    ON_GPU,
-    HybridTrainer,
-    Install,
-    Micro,
-    ModelTrainer,
-    Pair,
-    compare_runs,
-    graph_config,
-    step,
-    train,
-)
 from moe_rig import ExpertTrainer
-from rope_rig import (
-    MROPE,
-    SHAPES,
-    Declared,
-    Pictures,
-    canonical_steps,
-    hand_out_frequencies,
-    padded_modes,
-    run,
-    scatter,
-    three_modes,
-)
+from rope_rig import run
 from same_bits import assert_same_bits
 from torch import Tensor
 from worlds import on_ranks
 
 from megagraph.decide.dispatch import Capacity
 
-Steps = list[list[Micro]]
-COUNT = 7 if ON_GPU else 3  # of steps that have each of these shapes
+Steps = list[list[rig.Micro]]
+COUNT = 7 if rig.ON_GPU else 3  # of steps that have each of these shapes
 HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
 # Megatron's interleaved RoPE takes no empty documents.
 WITHOUT_EMPTY = [(10, 30, 20, 3, 1), (32, 2, 20, 2, 8), (12, 13, 13, 13, 13), (1, 29, 1, 32, 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Keys(Declared):
+class Keys(rope_rig.Declared):
     """Its keys declare another length. Megatron makes its table of the larger of the two."""
 
     def params(self, device: torch.device) -> Any:
@@ -73,20 +49,19 @@ class Keys(Declared):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Full(Pictures, Declared):
+class Full(rope_rig.Pictures, rope_rig.Declared):
     """As canonical packs are."""
 
 
-def declared(cls: type[Declared], max_seqlen: int = 64) -> Steps:
-    """Steps of two packs that say this."""
+def declared(cls: type[rope_rig.Declared], max_seqlen: int = 64) -> Steps:
     return [
         [cls(lengths=it, seed=place, max_seqlen=max_seqlen, num_seqs=5) for place, it in enumerate(two)]
-        for two in itertools.pairwise(SHAPES)
+        for two in itertools.pairwise(rope_rig.SHAPES)
     ]
 
 
 def fix_rows(model: Any, rows: int) -> None:
-    scatter(model)
+    rope_rig.scatter(model)
     model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: rows
 
 
@@ -102,8 +77,10 @@ def change_table(model: Any) -> None:
     model.register_forward_pre_hook(change)
 
 
-def steps_of(capacity: Capacity, shapes: Sequence[tuple[int, ...]] = SHAPES, **further: Any) -> Steps:
-    return canonical_steps(capacity, COUNT, shapes, **further)
+def steps_of(
+    capacity: Capacity, shapes: Sequence[tuple[int, ...]] = rope_rig.SHAPES, **further: Any
+) -> Steps:
+    return rope_rig.canonical_steps(capacity, COUNT, shapes, **further)
 
 
 class Case(NamedTuple):
@@ -114,34 +91,34 @@ class Case(NamedTuple):
     later: str = ""  # why all but the first steps run eager, where that is no reason of the packs'
     first: int = 1  # as many of them
     given: dict[str, Any] | None = None  # to what makes the model
-    make: Callable[..., Any] = ModelTrainer
-    capacity: Capacity = CAPACITY
-    layers: int = LAYERS
+    make: Callable[..., Any] = rig.ModelTrainer
+    capacity: Capacity = rig.CAPACITY
+    layers: int = rig.LAYERS
     failure: str = ""
 
 
 GOES_ON = "SIGNATURE_CHANGED"
-OF_HYBRID: dict[str, Any] = {"make": HybridTrainer, "layers": len(HYBRID_PATTERN)}
+OF_HYBRID: dict[str, Any] = {"make": rig.HybridTrainer, "layers": len(rig.HYBRID_PATTERN)}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 FEW = Capacity(tokens=64, num_seqs=2, max_seqlen=64)
 INTERLEAVED = {"rotary_interleaved": True}
 CASES = {
     # Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes.
-    "all tokens": Case(steps_of(CAPACITY), GOES_ON),
+    "all tokens": Case(steps_of(rig.CAPACITY), GOES_ON),
     "all tokens, interleaved": Case(
-        steps_of(CAPACITY, WITHOUT_EMPTY, aliased=True), GOES_ON, given=INTERLEAVED
+        steps_of(rig.CAPACITY, WITHOUT_EMPTY, aliased=True), GOES_ON, given=INTERLEAVED
     ),
     "half": Case(steps_of(HALF, aliased=True), capacity=HALF),
     "half, interleaved": Case(steps_of(HALF, WITHOUT_EMPTY), given=INTERLEAVED, capacity=HALF),
     "hybrid, half": Case(steps_of(HALF), capacity=HALF, **OF_HYBRID),
-    "hybrid, all tokens": Case(steps_of(CAPACITY), GOES_ON, **OF_HYBRID),
+    "hybrid, all tokens": Case(steps_of(rig.CAPACITY), GOES_ON, **OF_HYBRID),
     "keys of another length": Case(declared(Keys), GOES_ON),
     # Bug: positions began anew in each document, since the wrapper acted in every model.
-    "refused": Case(steps_of(CAPACITY), "SCOPE_UNSUPPORTED", given=SINKHORN, make=ExpertTrainer),
-    "no capacity": Case(steps_of(CAPACITY), "TOO_MANY_SEQUENCES", capacity=FEW),
+    "refused": Case(steps_of(rig.CAPACITY), "SCOPE_UNSUPPORTED", given=SINKHORN, make=ExpertTrainer),
+    "no capacity": Case(steps_of(rig.CAPACITY), "TOO_MANY_SEQUENCES", capacity=FEW),
     # Of each token, or a table of the longest document?
-    "frequencies": Case(steps_of(HALF), later=GOES_ON, given={"prepare": hand_out_frequencies}),
-    "multimodal": Case(declared(Full), given=MROPE),
+    "frequencies": Case(steps_of(HALF), later=GOES_ON, given={"prepare": rope_rig.hand_out_frequencies}),
+    "multimodal": Case(declared(Full), given=rope_rig.MROPE),
     # Positions begin anew in each document, of a table that Megatron's rule does not foresee.
     "a longer table": Case(
         steps_of(HALF),
@@ -156,7 +133,7 @@ CASES = {
     ),
     # As long as the pack, and no frequencies of each token: the pack itself declares fewer rows.
     "another table of its own": Case(
-        declared(Declared, 32), later=GOES_ON, first=3, given={"prepare": change_table}
+        declared(rope_rig.Declared, 32), later=GOES_ON, first=3, given={"prepare": change_table}
     ),
 }
 
@@ -168,7 +145,7 @@ def test_packs_that_need_no_padding_have_the_bits_of_an_unpatched_run(name: str)
     case = CASES[name]
     if "hybrid" in name:
         pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
-    runs = three_modes(case.steps, case.make, capacities=(case.capacity,), **(case.given or {}))
+    runs = rope_rig.three_modes(case.steps, case.make, capacities=(case.capacity,), **(case.given or {}))
     calls, warm_up = 2 * len(case.steps) * case.layers, 2 * case.layers
     later = calls - case.first * warm_up
     graphed = {"WARMING_UP": warm_up, **({case.later: later} if case.later else {})}
@@ -181,21 +158,24 @@ def test_packs_that_need_no_padding_have_the_bits_of_an_unpatched_run(name: str)
 
 def test_the_two_meanings_differ() -> None:
     """Or the tests here would compare nothing: by roundings, as attention sees distances alone."""
-    all_rows, half = (run("off", canonical_steps(c, 1)).steps[0].losses for c in (CAPACITY, HALF))
+    all_rows, half = (
+        run("off", rope_rig.canonical_steps(c, 1)).steps[0].losses for c in (rig.CAPACITY, HALF)
+    )
     assert not torch.equal(all_rows[0], half[0])
 
 
 def test_each_pack_keeps_its_own_meaning_beside_packs_of_the_other() -> None:
     """One replays, although its canonical pack's table is as long as itself; the other runs as given."""
     steps: Steps = []
-    for index, lengths in enumerate(SHAPES):
+    for index, lengths in enumerate(rope_rig.SHAPES):
         all_rows, half = (
-            Declared(lengths=lengths, max_seqlen=longest, num_seqs=5, seed=index) for longest in (64, 32)
+            rope_rig.Declared(lengths=lengths, max_seqlen=longest, num_seqs=5, seed=index)
+            for longest in (64, 32)
         )
         steps.append([all_rows, half] if index % 2 else [half, all_rows])
-    graphed = three_modes(steps)["graph"]
-    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, GOES_ON: 6 * LAYERS}
-    assert graphed.report["graphs"] == 2 * LAYERS
+    graphed = rope_rig.three_modes(steps)["graph"]
+    assert graphed.report["eager"] == {"WARMING_UP": rig.LAYERS, GOES_ON: 6 * rig.LAYERS}
+    assert graphed.report["graphs"] == 2 * rig.LAYERS
 
 
 @pytest.mark.parametrize("of_each_token", [False, True])
@@ -207,35 +187,43 @@ def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_to
     longest = 20 if of_each_token else 29
     steps: Steps = [
         [
-            Declared(lengths=(9, 20 + index), max_seqlen=longest + index, seed=index),
-            Declared(lengths=(15, 8, 3 + index), max_seqlen=15, seed=50 + index),
+            rope_rig.Declared(lengths=(9, 20 + index), max_seqlen=longest + index, seed=index),
+            rope_rig.Declared(lengths=(15, 8, 3 + index), max_seqlen=15, seed=50 + index),
         ]
         for index in range(5)
     ]
-    prepare = (lambda it: hand_out_frequencies(scatter(it))) if of_each_token else scatter
-    _eager, graphed = padded_modes(steps, prepare=prepare)
-    eager = {"WARMING_UP": 2 * LAYERS} if of_each_token else {"WARMING_UP": LAYERS, GOES_ON: 5 * LAYERS}
+    prepare = (
+        (lambda it: rope_rig.hand_out_frequencies(rope_rig.scatter(it)))
+        if of_each_token
+        else rope_rig.scatter
+    )
+    _eager, graphed = rope_rig.padded_modes(steps, prepare=prepare)
+    eager = (
+        {"WARMING_UP": 2 * rig.LAYERS}
+        if of_each_token
+        else {"WARMING_UP": rig.LAYERS, GOES_ON: 5 * rig.LAYERS}
+    )
     assert graphed.report["eager"] == eager and graphed.report["failures"] == []
 
 
 def test_one_document_alone_needs_no_graphs_of_its_own() -> None:
     """Its table is as long as the pack, and both meanings are the same."""
-    steps: Steps = [[Micro(lengths=(9, 20), seed=i), Micro(lengths=(30 + i,))] for i in range(4)]
-    assert compare_runs(steps).report["graphs"] == 2 * LAYERS
+    steps: Steps = [[rig.Micro(lengths=(9, 20), seed=i), rig.Micro(lengths=(30 + i,))] for i in range(4)]
+    assert rig.compare_runs(steps).report["graphs"] == 2 * rig.LAYERS
 
 
-def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Install) -> None:
+def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: rig.Install) -> None:
     """A host's forward in place of the model's, which knows of nothing."""
 
     def bypass(model: Any) -> None:
         model.forward = inspect.unwrap(GPTModel.forward).__get__(model)
 
-    steps = canonical_steps(CAPACITY, 2)
+    steps = rope_rig.canonical_steps(rig.CAPACITY, 2)
     off = run("off", steps, given={"prepare": bypass})
     install()
-    trainer = ModelTrainer(prepare=bypass)
+    trainer = rig.ModelTrainer(prepare=bypass)
     for index, micros in enumerate(steps):
-        assert_same_bits(off.steps[index], step(trainer, micros))
+        assert_same_bits(off.steps[index], rig.step(trainer, micros))
 
 
 def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +237,9 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
         return out
 
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", of_a_host)
-    report = three_modes(canonical_steps(CAPACITY, 2))["graph"].report
-    assert len(calls) == 3 * (2 * 2 * LAYERS * 2)  # runs of micro-batches of layers of queries and keys
-    assert report["eager"] == {"SCOPE_UNSUPPORTED": 2 * 2 * LAYERS}
+    report = rope_rig.three_modes(rope_rig.canonical_steps(rig.CAPACITY, 2))["graph"].report
+    assert len(calls) == 3 * (2 * 2 * rig.LAYERS * 2)  # runs of micro-batches of layers of queries and keys
+    assert report["eager"] == {"SCOPE_UNSUPPORTED": 2 * 2 * rig.LAYERS}
     (failure,) = report["failures"]
     assert "of_a_host" in failure
 
@@ -260,14 +248,14 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair() -> rig.Pair:
     """Of multimodal models, of which one has graphs."""
-    pair = Pair(**MROPE)
+    pair = rig.Pair(**rope_rig.MROPE)
     pair.step(*PICTURES, times=2)
     return pair
 
 
-def _handing(pair: Pair, change: Callable[[Any], Any]) -> None:
+def _handing(pair: rig.Pair, change: Callable[[Any], Any]) -> None:
     """From now on the layers of both are handed other frequencies."""
 
     def hand(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -277,7 +265,7 @@ def _handing(pair: Pair, change: Callable[[Any], Any]) -> None:
         trainer.chunk.decoder.register_forward_pre_hook(hand, with_kwargs=True)
 
 
-PICTURES = [Pictures(lengths=(9, 20)), Pictures(lengths=(3, 30, 8), seed=1, tail=5)]
+PICTURES = [rope_rig.Pictures(lengths=(9, 20)), rope_rig.Pictures(lengths=(3, 30, 8), seed=1, tail=5)]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +281,7 @@ PICTURES = [Pictures(lengths=(9, 20)), Pictures(lengths=(3, 30, 8), seed=1, tail
     ids=["another dtype", "fewer angles", "not contiguous", "with a gradient", "a pair", "none"],
 )
 def test_frequencies_that_differ_from_those_of_the_capture_run_as_they_were_given(
-    change: Callable[[Any], Any], pair: Pair
+    change: Callable[[Any], Any], pair: rig.Pair
 ) -> None:
     before = pair.report()["replays"]
     _handing(pair, change)
@@ -301,20 +289,20 @@ def test_frequencies_that_differ_from_those_of_the_capture_run_as_they_were_give
         pair.step(*(dataclasses.replace(micro, tail=0) for micro in PICTURES))
     report = pair.report()
     assert report["replays"] == before > 0 and report["failures"] == []
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, GOES_ON: 2 * 2 * LAYERS}
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, GOES_ON: 2 * 2 * rig.LAYERS}
 
 
 def test_a_pair_of_frequencies_is_staged_as_one() -> None:
     """Of queries and of keys."""
-    pair = Pair(**MROPE)
+    pair = rig.Pair(**rope_rig.MROPE)
     _handing(pair, lambda freqs: (freqs, freqs * 0.5))
     report = pair.train([[dataclasses.replace(PICTURES[0], seed=seed)] for seed in range(4)])
-    assert report["eager"] == {"WARMING_UP": LAYERS} and report["replays"] == 3 * LAYERS
+    assert report["eager"] == {"WARMING_UP": rig.LAYERS} and report["replays"] == 3 * rig.LAYERS
 
 
 def test_nothing_is_captured_until_frequencies_are_known() -> None:
     """Bug: graphs without any were captured, and replayed for micro-batches that have some."""
-    pair, micros = Pair(**MROPE), [dataclasses.replace(micro, tail=0) for micro in PICTURES]
+    pair, micros = rig.Pair(**rope_rig.MROPE), [dataclasses.replace(micro, tail=0) for micro in PICTURES]
 
     def ask_more(_model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**given, "extra_block_kwargs": {}}
@@ -325,11 +313,11 @@ def test_nothing_is_captured_until_frequencies_are_known() -> None:
         hook.remove()
     pair.step(*micros, times=2)
     report = pair.report()
-    assert report["eager"] == {GOES_ON: 2 * 2 * LAYERS, "WARMING_UP": 2 * LAYERS}
+    assert report["eager"] == {GOES_ON: 2 * 2 * rig.LAYERS, "WARMING_UP": 2 * rig.LAYERS}
     assert report["failures"] == []
 
 
-def test_frequencies_past_the_pack_never_reach_a_result(pair: Pair) -> None:
+def test_frequencies_past_the_pack_never_reach_a_result(pair: rig.Pair) -> None:
     """Those of rows past the last offset may be anything, in graphs and in eager."""
     left = pair.step(PICTURES[1], update=False)
     end = sum(PICTURES[1].lengths)
@@ -341,7 +329,7 @@ def test_frequencies_past_the_pack_never_reach_a_result(pair: Pair) -> None:
 
     _handing(pair, spoil)
     assert_same_bits(left, pair.step(PICTURES[1], update=False))
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 # -- a host's RoPE for them, as mcore-bridge has it ------------------------------------------------
@@ -388,9 +376,9 @@ def swifts_rope(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block", [None, OwnBlock])
 def test_a_hosts_rope_runs_in_the_graphs_of_frequencies_of_each_token(block: type | None) -> None:
     given = {"model_class": PerTokenModel, "block_class": block, "prepare": _scale}
-    runs = three_modes(canonical_steps(HALF, COUNT), HostTrainer, **given)
+    runs = rope_rig.three_modes(rope_rig.canonical_steps(HALF, COUNT), HostTrainer, **given)
     # The first step shows where the model is entered, the second one warms up.
-    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * 2 * LAYERS}
+    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * 2 * rig.LAYERS}
     report = host_pair(times=4, **given).report()
     assert only(report, "WARMING_UP") and report["failures"] == []
     assert report["verification"]["unverified"] == 0
@@ -409,11 +397,11 @@ def test_packs_of_one_document_do_not_show_what_frequencies_are(caplog: pytest.L
     """Which may be a table, too; so the model stays eager, and says so once."""
     pair = host_pair(PerTokenModel)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.step(Micro(lengths=(29,)), times=25)
+        pair.step(rig.Micro(lengths=(29,)), times=25)
     assert caplog.text.count("until a pack of several documents shows") == 2  # models
-    assert pair.report()["eager"] == {"WARMING_UP": 25 * LAYERS}
-    pair.step(Micro(lengths=(9, 20)), times=3)
-    assert pair.report()["replays"] == LAYERS
+    assert pair.report()["eager"] == {"WARMING_UP": 25 * rig.LAYERS}
+    pair.step(rig.Micro(lengths=(9, 20)), times=3)
+    assert pair.report()["replays"] == rig.LAYERS
 
 
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -424,15 +412,15 @@ def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> Non
     """Where the model is entered, positions too, as soon as a pack has shown what its layers are handed."""
     steps: Steps = [
         [
-            Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
-            Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
+            rope_rig.Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
+            rope_rig.Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
         ]
         for index in range(5)
     ]
-    prepare = lambda it: hand_out_frequencies(scatter(it))  # noqa: E731
-    eager, graphed = padded_modes(steps, prepare=prepare, **SHARED_ROWS)
-    assert eager.report["eager"] == {"WARMING_UP": LAYERS, "DISABLED": 9 * LAYERS}
-    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS} and graphed.report["failures"] == []
+    prepare = lambda it: rope_rig.hand_out_frequencies(rope_rig.scatter(it))  # noqa: E731
+    eager, graphed = rope_rig.padded_modes(steps, prepare=prepare, **SHARED_ROWS)
+    assert eager.report["eager"] == {"WARMING_UP": rig.LAYERS, "DISABLED": 9 * rig.LAYERS}
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and graphed.report["failures"] == []
 
 
 @on_ranks(2, tensor_parallel=2)
@@ -449,17 +437,20 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
         chunk.decoder.register_forward_pre_hook(change, with_kwargs=True)
 
     with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
-        train(
-            graph_config(), [[Declared(lengths=(20, 8), max_seqlen=20)]] * 4, prepare=prepare, **SHARED_ROWS
+        rig.train(
+            rig.graph_config(),
+            [[rope_rig.Declared(lengths=(20, 8), max_seqlen=20)]] * 4,
+            prepare=prepare,
+            **SHARED_ROWS,
         )
 
 
 def test_packs_of_another_length_than_their_table_run_as_given_where_each_token_had_a_row() -> None:
     """Positions begin anew in their documents."""
 
-    short = Declared(lengths=(20, 9), max_seqlen=20)
-    steps = [[*micros, short] for micros in canonical_steps(HALF, COUNT)]
+    short = rope_rig.Declared(lengths=(20, 9), max_seqlen=20)
+    steps = [[*micros, short] for micros in rope_rig.canonical_steps(HALF, COUNT)]
     given = {"prepare": functools.partial(fix_rows, rows=64)}
     off, graphed = (run(mode, steps, given=given, capacities=(HALF,)) for mode in ("off", "graph"))
     assert_same_bits(off, graphed)
-    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS, GOES_ON: COUNT * LAYERS}
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, GOES_ON: COUNT * rig.LAYERS}

@@ -79,7 +79,6 @@ def config(**changes: bool) -> Any:
 
 
 def canonical(*ends: int) -> Tensor:
-    """Offsets of a canonical pack."""
     offsets = torch.tensor(ends, dtype=torch.int32)
     names = [f"cu_seqlens_{of}{kind}" for of in ("q", "kv") for kind in ("", "_padded")]
     mark_canonical(SimpleNamespace(**dict.fromkeys(names, offsets)))
@@ -285,8 +284,6 @@ class Called(Exception):
 
 
 def megatrons_of(seam: seams.Seam) -> Callable[..., Any]:
-    """A function of its signature."""
-
     @functools.wraps(seam.function())
     def called(*_args: Any, **_kwargs: Any) -> None:
         raise Called

@@ -118,7 +118,6 @@ IDS = [f"{case.rule} {' '.join(case.scopes) or 'whole'} {index}" for index, case
 
 
 def base_of(case: Case) -> Config:
-    """Options of the model's layers."""
     often = {"E-": [1, 0], "EE": 1}
     return {**moe_rig.BASE, "moe_layer_freq": often[case.kinds]} if "E" in case.kinds else {}
 

@@ -57,8 +57,6 @@ def with_each(own: Sequence[str], *of_experts: Scopes) -> list[Scopes]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One kind."""
-
     kinds: str  # of its layers
     scopes: Sequence[Scopes]  # that are legal
     config: Config  # further fields of Megatron's

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever changes of what a captured layer reads: eager's bits at once, and graphs again where possible."""
 
+import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,8 +11,10 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, evaluate, step
 from same_bits import assert_same_bits
 from state_changes import CHANGES, Probe, Undo, probe
+from torch.profiler import ProfilerActivity, profile
 
 import megagraph
 from megagraph.decide.reasons import EagerReason
@@ -260,3 +264,51 @@ def test_what_is_left_out_by_name_is_reported(pair: rig.Pair) -> None:
     report = pair.report()
     assert report["eager"] == {EagerReason.WARMING_UP.name: rig.LAYERS}
     assert "current_microbatch" in report["unguarded"]
+
+
+# -- what somebody sees who watches a run ------------------------------------------------------------
+
+
+def _ranges_of_a_step(trainer: Trainer) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        step(trainer, [ONE, TWO])
+    return [event.name for event in trace.events() if event.name.startswith("layer ")]
+
+
+def test_replays_are_ranges_that_name_site_variant_and_slot(install: Install) -> None:
+    install(cuda_graph_nvtx=True)
+    trainer = Trainer(OPTIONS)
+    step(trainer, [ONE, TWO], times=2)
+    found = _ranges_of_a_step(trainer)
+    variant = "training, 64 tokens, 5 documents of up to 64, slot 0"
+    expected = [
+        f"layer {index} (TransformerLayer), {variant} {way}"
+        for index in range(LAYERS)
+        for way in ("forward", "backward")
+    ]
+    assert sorted(found) == sorted(2 * expected)
+
+
+def test_nobody_who_does_not_ask_gets_ranges(trainer: Trainer) -> None:
+    step(trainer, [ONE, TWO], times=2)
+    assert _ranges_of_a_step(trainer) == []
+
+
+def test_each_interval_of_training_steps_has_a_line(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(log_interval=2)
+    trainer = Trainer(OPTIONS)
+    with caplog.at_level(logging.INFO, logger="megagraph"):
+        for _ in range(4):
+            step(trainer, [ONE, TWO])
+            evaluate(trainer, [ONE])  # is no training step
+    lines = [record.getMessage() for record in caplog.records if "layer calls" in record.getMessage()]
+    calls = 2 * LAYERS
+    guards = "- names left out; {0} verified in - s"
+    assert [re.sub(r"in [\d.]+ s$", "in - s", re.sub(r"\d+ names", "- names", line)) for line in lines] == [
+        f"steps 1-2: GPTModel: {calls} of {2 * calls + LAYERS} layer calls replayed, {calls + LAYERS} eager "
+        f"(WARMING_UP {calls + LAYERS}); 1 state captured, {guards.format(1)}",
+        f"steps 3-4: GPTModel: {2 * calls + 2 * LAYERS} of {2 * calls + 2 * LAYERS} layer calls replayed, "
+        f"0 eager; 2 states captured, {guards.format(2)}",
+    ]

@@ -19,15 +19,12 @@ from megagraph import _C
 
 
 class Layer(nn.Module):
-    """Some attributes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 3)
         self.scale, self.names, self.counter = 1.0, ["a"], 0
 
     def forward(self, hidden: Any) -> Any:
-        """What is called."""
         return self.inner(hidden)
 
 
@@ -286,8 +283,6 @@ def test_a_change_is_another_state_and_taken_back_the_same_one(
 
 
 class Choice(enum.Enum):
-    """What a module may be told to do."""
-
     PLAIN = 1
     NEGATED = 2
 

@@ -24,7 +24,6 @@ pytestmark = [
 
 
 def packs(index: int) -> list[rig.Micro]:
-    """Three packs, other ones in each step."""
     return parallel_jobs.steps_of(index + 1)[index]
 
 

@@ -67,7 +67,6 @@ class OnOneDevice(distributed.ProcessGroupGloo):
 
 
 def _processes() -> Any:
-    """Where ranks come from."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     # There, whether there is a GPU is asked without CUDA, which no process may be forked with.

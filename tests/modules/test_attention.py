@@ -50,7 +50,6 @@ def inputs(*rows: int, heads: int = 4, groups: int = 2, dim: int = 8) -> list[Te
 
 
 def run(module: VarlenAttention, qkv: list[Tensor], grad: Tensor, **arguments: Any) -> list[Tensor]:
-    """Output and the gradients of q, k and v."""
     out = module(*qkv, None, **arguments)
     return [out, *torch.autograd.grad(out, qkv, grad)]
 

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from offsets import offsets
 from rope_cases import LAYOUTS, frequencies, tables
 from same_bits import assert_same_bits
 from torch import Tensor, zeros
+from torch.autograd import forward_ad
 
+from megagraph import _C as _C  # registers the ops
 from megagraph.packs import ops
+from megagraph.packs.ops import thd_partition_indices
 from megagraph.packs.rope import Rotation, rope_mla
 
 CORE = torch.ops.megagraph
@@ -327,3 +332,175 @@ def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     CORE.thd_gathered_rows(shared, 32, 4)
     CORE.thd_context_keys(shared, 32, 4, 3)
     torch.autograd.grad(ops.varlen_attention(q, k, v, packed, 32), (q, k, v), grad)
+
+
+# -- zero_tail ---------------------------------------------------------------------------------------
+
+
+zero_tail = torch.ops.megagraph.zero_tail
+
+
+@settings(max_examples=80)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 3, 300]), max_size=5),
+    rows_past_the_pack=st.sampled_from([0, 1, 50]),
+    tokens=st.sampled_from([0, 1, 7, 300, 1000]),
+    width=st.sampled_from([0, 1, 3, 8]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_poison_in_the_tail_reaches_neither_the_result_nor_the_gradient(
+    device: str, lengths: list[int], rows_past_the_pack: int, tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    end = sum(lengths)
+    x = torch.randn(end + rows_past_the_pack, width, device=device).to(dtype)
+    x[end:] = torch.nan
+    x.requires_grad_()
+    kept = min(end, tokens)
+
+    out = zero_tail(x, offsets(lengths, device), tokens)
+    assert out.shape == (tokens, width)
+    assert torch.equal(out[:kept], x[:kept])
+    assert torch.equal(out[kept:], torch.zeros_like(out[kept:]))
+
+    grad = torch.randn(tokens, width, device=device).to(dtype)
+    grad[kept:] = torch.nan
+    (x_grad,) = torch.autograd.grad(out, x, grad)
+    assert torch.equal(x_grad[:kept], grad[:kept])
+    assert torch.equal(x_grad[kept:], torch.zeros_like(x_grad[kept:]))
+
+
+def test_strided_views_and_integers_are_copied_in_order(device: str) -> None:
+    x = torch.arange(48, device=device).view(8, 6).t()[1:]  # [5, 8], neither contiguous nor aligned
+    out = zero_tail(x, offsets([2, 1], device), 4)
+    assert out.is_contiguous()
+    assert out.tolist() == [*x[:3].tolist(), [0] * 8]
+
+
+def test_gradcheck_of_zero_tail(device: str) -> None:
+    x = torch.randn(6, 2, 3, dtype=torch.float64, device=device, requires_grad=True)
+    for tokens in (3, 6, 9):
+        assert torch.autograd.gradcheck(lambda x, n=tokens: zero_tail(x, offsets([1, 0, 3], device), n), x)
+
+
+def test_second_derivative_is_zero_tail_again(device: str) -> None:
+    x = torch.randn(6, 2, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: zero_tail(x, offsets([4], device), 5), x)
+
+
+def test_in_place_op_zeroes_several_tails_and_bumps_the_version(device: str) -> None:
+    xs = [torch.full(shape, torch.nan, device=device) for shape in ((7, 4), (5, 3), (2, 2), (0, 2))]
+    for x in xs:
+        x[:3] = 1
+    torch.ops.megagraph.zero_tail_(xs, offsets([1, 2], device))
+    for x in xs:
+        assert torch.equal(x[:3], torch.ones_like(x[:3]))
+        assert torch.equal(x[3:], torch.zeros_like(x[3:]))
+
+    x, factor = torch.ones(4, device=device), torch.ones(4, device=device, requires_grad=True)
+    product = (x * factor).sum()
+    torch.ops.megagraph.zero_tail_([x], offsets([1], device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_forward_mode_is_refused(device: str) -> None:
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(torch.randn(3, 2, device=device), torch.ones(3, 2, device=device))
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            zero_tail(dual, offsets([3], device), 4)
+
+
+# -- index maps of packs that context-parallel ranks share, against plain Python ---------------------
+
+
+def zigzag(document_lengths: list[int], tail: int, cp_size: int, cp_rank: int) -> list[int]:
+    """The layout in plain Python: deal chunks r and 2 * cp_size - 1 - r of each document to rank r."""
+    rows: list[int] = []
+    start = 0
+    for length in document_lengths:
+        document = list(range(start, start + length))
+        chunk = length // (2 * cp_size)
+        chunks = [document[i * chunk : (i + 1) * chunk] for i in range(2 * cp_size)]
+        rows += document if cp_size == 1 else chunks[cp_rank] + chunks[2 * cp_size - 1 - cp_rank]
+        start += length
+    piece = tail // cp_size
+    return rows + list(range(start + cp_rank * piece, start + (cp_rank + 1) * piece))
+
+
+@settings(max_examples=60)
+@given(
+    cp_size=st.sampled_from([1, 2, 3, 4, 8]),
+    units=st.lists(st.sampled_from([0, 0, 1, 2, 5, 300]), max_size=7),
+    tail_units=st.sampled_from([0, 1, 40]),
+    empty_slots=st.integers(0, 4),
+)
+@example(cp_size=2, units=[], tail_units=0, empty_slots=0)
+def test_rows_are_dealt_out_in_zigzag_and_each_exactly_once(
+    device: str, cp_size: int, units: list[int], tail_units: int, empty_slots: int
+) -> None:
+    multiple = 1 if cp_size == 1 else 2 * cp_size
+    lengths = [unit * multiple for unit in units] + [0] * empty_slots
+    tail = tail_units * cp_size
+    total = sum(lengths) + tail
+    found = [thd_partition_indices(offsets(lengths, device), total, cp_size, rank) for rank in range(cp_size)]
+    assert all(rows.dtype is torch.int32 for rows in found)
+    ranks = [rows.tolist() for rows in found]
+    assert ranks == [zigzag(lengths, tail, cp_size, rank) for rank in range(cp_size)]
+    assert sorted(row for rows in ranks for row in rows) == list(range(total))
+
+
+PACKS = {
+    "cp_size": st.sampled_from([2, 3, 4, 8]),
+    "units": st.lists(st.sampled_from([0, 0, 1, 2, 5, 60]), max_size=7),
+    "tail_units": st.sampled_from([0, 1, 40]),
+}
+
+
+@settings(max_examples=60)
+@given(**PACKS)
+def test_gathered_rows_and_rows_of_documents_are_mapped_both_ways(
+    device: str, cp_size: int, units: list[int], tail_units: int
+) -> None:
+    lengths, tail = [unit * 2 * cp_size for unit in units], tail_units * cp_size
+    total = sum(lengths) + tail
+    gathered = [row for rank in range(cp_size) for row in zigzag(lengths, tail, cp_size, rank)]
+    to_gathered, to_physical = torch.ops.megagraph.thd_gathered_rows(
+        offsets(lengths, device), total, cp_size
+    ).tolist()
+    assert to_physical == gathered
+    assert [gathered[row] for row in to_gathered] == list(range(total))
+
+
+@settings(max_examples=60)
+@given(**PACKS)
+def test_each_chunk_sees_its_document_up_to_its_end(
+    device: str, cp_size: int, units: list[int], tail_units: int
+) -> None:
+    lengths, tail = [unit * 2 * cp_size for unit in units], tail_units * 2 * cp_size
+    total = sum(lengths) + tail
+    gathered = [row for rank in range(cp_size) for row in zigzag(lengths, tail, cp_size, rank)]
+    for rank in range(cp_size):
+        maps = torch.ops.megagraph.thd_context_keys(offsets(lengths, device), total, cp_size, rank)
+        queries, seen, keys, places = (found.tolist() for found in maps)
+        local = zigzag(lengths, tail, cp_size, rank)
+        expected, start = [], 0
+        for document, length in enumerate(lengths):
+            chunk = length // (2 * cp_size)
+            for half, at in enumerate((rank, 2 * cp_size - 1 - rank)):
+                index = 2 * document + half
+                assert local[queries[index] : queries[index + 1]] == list(
+                    range(start + at * chunk, start + (at + 1) * chunk)
+                )
+                assert seen[index] == len(expected)
+                expected += range(start, start + (at + 1) * chunk)
+            start += length
+        assert (queries[-1], seen[-1]) == (len(local) - tail // cp_size, len(expected))
+        assert [gathered[row] for row in keys[: len(expected)]] == expected
+        assert all(0 <= row < total for row in keys) and len(keys) == total // (2 * cp_size) * (
+            2 * cp_size + 1
+        )
+        # Each place leads back to its row, and each key is the place of one row of one chunk.
+        for row, found in enumerate(zip(*places, strict=True)):
+            assert all(keys[place] == row for place in found if place < len(keys))
+        used = [place for of_chunk in places for place in of_chunk if place < len(keys)]
+        assert sorted(used) == list(range(len(expected)))

@@ -30,8 +30,8 @@ def form_of(pack: Any) -> PackForm:
 
 @st.composite
 def packs(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
-    """Actual and perhaps padded offsets of one to five documents, empty ones included."""
-    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+    """Actual and perhaps padded offsets of up to five documents, empty ones included."""
+    lengths = draw(st.lists(st.integers(0, 5), max_size=5))
     if draw(st.booleans()):
         return offsets(lengths), None
     return offsets(lengths), offsets([length + draw(st.integers(0, 3)) for length in lengths])
@@ -131,22 +131,26 @@ def test_what_is_no_pack_has_no_shape(pack: Any) -> None:
 # -- tail conventions ----------------------------------------------------------------------------
 
 
-def packs_of(tail: TailConvention, tokens: int, *, has_padded: bool) -> _C.CanonicalPacks:
+def buffers_of(
+    tail: TailConvention, tokens: int, num_seqs: int, *, has_padded: bool
+) -> dict[str, _C.MetadataSpec]:
+    """The offsets that graphs have a buffer for."""
     if tokens == 0:
         reject()  # which is no capacity
-    capacity, form = Capacity(tokens=tokens, num_seqs=1, max_seqlen=1), PackForm(has_padded, False, None)
-    return _C.CanonicalPacks(VariantKey(capacity, form, grad=False), tail.extra_seqs)
+    capacity = Capacity(tokens=tokens, num_seqs=num_seqs, max_seqlen=tokens)
+    key = VariantKey(capacity, PackForm(has_padded, False, None), grad=False)
+    layout = _C.CanonicalPacks(key, tail.extra_seqs).layout(
+        rows=tokens, valid_tokens=torch.zeros(1, dtype=torch.int64), freqs=None, masks_tail=False
+    )
+    return {name: spec for name, spec in layout.metadata if name in ("actual", "padded")}
 
 
 def canonical(
     actual: Tensor, padded: Tensor | None, tail: TailConvention, tokens: int, num_seqs: int
 ) -> dict[str, list[int]]:
-    given = {"actual": actual, "padded": actual if padded is None else padded}
-    added = packs_of(tail, tokens, has_padded=padded is not None).added_offsets()
-    return {
-        name: torch.ops.megagraph.pad_cu_seqlens(given[name], num_seqs, end).tolist()
-        for name, end in added.items()
-    }
+    sources = [given for given in (actual, padded) if given is not None]
+    buffers = buffers_of(tail, tokens, num_seqs, has_padded=padded is not None)
+    return {name: spec.content(spec.buffer(), sources, 0).tolist() for name, spec in buffers.items()}
 
 
 @tails
@@ -158,7 +162,7 @@ def test_canonical_offsets_say_what_the_convention_says(
     actual, padded = (None if given is None else given.tolist() for given in pack)
     assert actual is not None
     physical = actual if padded is None else padded
-    tokens, extra = physical[-1] + tail_rows, tail.extra_seqs + spare
+    tokens, extra = physical[-1] + tail_rows, max(tail.extra_seqs + spare, len(actual) == 1)
     ends, repeats = [tokens] * extra, [actual[-1]] * extra
     table = {
         HIDDEN: (actual + repeats, None if padded is None else padded + [padded[-1]] * extra),
@@ -170,14 +174,6 @@ def test_canonical_offsets_say_what_the_convention_says(
     assert canonical(*pack, tail, tokens, len(actual) - 1 + extra) == expected
 
 
-@tails
-def test_a_pack_without_documents_starts_at_row_0(tail: TailConvention) -> None:
-    for padded in (None, offsets([])):
-        expected = canonical(offsets([]), padded, tail, 16, 3)
-        assert all(found[0] == 0 for found in expected.values())
-        assert staged([(offsets([]), padded)], tail, 16, 3) == [expected]
-
-
 # -- the same in staging -------------------------------------------------------------------------
 
 
@@ -185,7 +181,6 @@ def staged(
     packs: Sequence[tuple[Tensor, Tensor | None]], tail: TailConvention, tokens: int, num_seqs: int
 ) -> list[dict[str, list[int]]]:
     """What a replayed site finds in its arguments, for one micro-batch after the other."""
-    has_padded = packs[0][1] is not None
     seen: list[dict[str, list[int]]] = []
 
     class Site(nn.Module):
@@ -193,16 +188,6 @@ def staged(
             seen.append({name: buffer.tolist() for name, buffer in buffers.items()})
             return hidden + 1
 
-    added = packs_of(tail, tokens, has_padded=has_padded).added_offsets()
-    metadata = {
-        name: _C.MetadataSpec(
-            kind=_C.SegmentKind.OFFSETS,
-            example=torch.full((num_seqs + 1,), -7, dtype=torch.int32),
-            source=int(has_padded and name == "padded"),
-            fill=-1 if end is None else end,
-        )
-        for name, end in added.items()
-    }
     site = Site()  # which a bank does not keep alive
     bank = Bank([site], "cpu")
     variant = VariantSpec(
@@ -211,7 +196,7 @@ def staged(
         rows=2,
         row_shape=(1,),
         dtype=torch.float32,
-        metadata=metadata,
+        metadata=buffers_of(tail, tokens, num_seqs, has_padded=packs[0][1] is not None),
         arguments=lambda buffers: dict(buffers),
     )
     bank.capture([variant])
@@ -265,7 +250,7 @@ def test_canonical_packs_hold_the_capacitys_constants_and_shared_offsets(
 ) -> None:
     cu = offsets([2, 3])
     form = form_of(pack_of(cu, cu.clone() if has_padded else None, pad_between_seqs=said))
-    given = [cu.clone() for _ in packs_of(tail, CAPACITY.tokens, has_padded=has_padded).added_offsets()]
+    given = [cu.clone() for _ in buffers_of(tail, CAPACITY.tokens, 8, has_padded=has_padded)]
     pack = made(form, tail, *given)
     assert pack.qkv_format == "thd"
     assert (pack.max_seqlen_q, pack.max_seqlen_kv) == (64, 64)

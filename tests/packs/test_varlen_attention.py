@@ -68,7 +68,6 @@ def attend(
     causal: bool = True,
     slack: int = 0,  # by which the longest document might be longer
 ) -> list[Tensor]:
-    """Output and gradients of the op."""
     *leaves, grad = (t.detach().requires_grad_(place < 3) for place, t in enumerate(tensors))
 
     def packed(lengths: list[int]) -> tuple[Tensor, int]:

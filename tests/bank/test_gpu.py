@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU alone has: memory that slots share or that is lent, streams, and a launch queue.
+
+Slots share what is temporary in each pass: csrc/torch/pass_memory.h, Note [Scratch].
+"""
+
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from bank_pair import (
+    ROWS,
+    WIDTH,
+    Applies,
+    Block,
+    MicroBatch,
+    Pair,
+    RunningBank,
+    blocks,
+    new_bank,
+    run_eager,
+    unowned,
+    variant,
+)
+from same_bits import assert_same_bits
+from test_verify import Baked, captured, captures, example
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.bank.backends import CudaBackend, KeptMemoryError
+from megagraph.bank.bank import Bank
+from megagraph.bank.capture import BankOptions
+from megagraph.bank.verify import Example, Verification, verify
+from megagraph.decide.reasons import EagerReason
+
+pytestmark = pytest.mark.gpu
+COPIES, MANY_ROWS = 64, 1 << 15
+SLEEP = 20_000_000  # cycles: longer than the host takes for a launch
+
+
+class Wide(nn.Module):
+    """Most of the memory that its forward and its backward take is gone when they end."""
+
+    def __init__(self, *, sleeps: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self._sleeps = sleeps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scaled = hidden * self.scale
+        wide = scaled.repeat(1, COPIES)
+        if self._sleeps:
+            torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
+        return wide.view(-1, COPIES, WIDTH).sum(1)
+
+
+def pool_bytes(num_slots: int, num_banks: int = 1) -> int:
+    """Bytes in the pools of banks of two modules each."""
+    modules = [[Wide().cuda(), Wide().cuda()] for _ in range(num_banks)]  # which a bank does not keep alive
+    banks = [new_bank(its, "cuda", num_slots=num_slots) for its in modules]
+    for bank in banks:
+        bank.capture([variant(rows=MANY_ROWS), variant("evaluation", rows=MANY_ROWS, training=False)])
+        assert not bank.failures
+    found = sum(bank.pool_bytes() for bank in banks)
+    for bank in banks:
+        bank.release()
+    return found
+
+
+def test_temporary_memory_is_paid_once_for_all_slots_and_banks_of_a_device() -> None:
+    one, four, twice_four = pool_bytes(1), pool_bytes(4), pool_bytes(4, num_banks=2)
+    temporary = MANY_ROWS * WIDTH * COPIES * 4
+    assert one > temporary
+    assert four < 2 * one, f"{four} bytes of four slots, {one} of one"
+    assert twice_four < four * 2 - temporary, f"{twice_four} bytes of two banks, {four} of one"
+
+
+def finish(flying: list[MicroBatch], order: Sequence[int]) -> None:
+    for index in order:
+        assert flying[index].reason is None
+        flying[index].check_outputs()
+        flying[index].backward()
+
+
+def test_micro_batches_of_several_banks_in_flight_have_the_bits_of_eager() -> None:
+    pairs = [Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=2, main_grad=True) for _ in range(2)]
+    for pair in pairs:
+        pair.capture()
+    finish([pair.forward() for pair in pairs * 2], (1, 0, 2, 3))
+    for pair in pairs:
+        pair.check_state()
+
+
+def test_micro_batches_in_flight_have_the_bits_of_eager() -> None:
+    pair = Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=4, main_grad=True)
+    pair.capture(variant(), variant("smaller", rows=4))
+    for key, rows in (("train", 6), ("smaller", 4), ("train", 6)):
+        finish([pair.forward(pair.input(rows), key) for _ in range(4)], (2, 0, 3, 1))
+        pair.check_state()
+
+
+def cannot_be_captured(hidden: Tensor) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("cannot be captured")
+    return hidden.tanh()
+
+
+def test_a_site_that_cannot_be_captured_is_left_out_by_all_slots() -> None:
+    pair = Pair("cuda", [Wide(), Applies(cannot_be_captured), Wide()], num_slots=3)
+    pair.capture(variant(), variant("evaluation", training=False))
+    assert [failure.index for failure in pair.bank.failures] == [1]
+    flying = [pair.forward() for _ in range(3)]
+    for micro_batch in reversed(flying):
+        micro_batch.backward()
+    pair.check_state()
+
+
+def test_graphs_on_two_streams_take_turns() -> None:
+    """Side by side they would write over each other's temporary memory."""
+    module = Wide(sleeps=True).cuda()
+    bank = new_bank([module], "cuda", num_slots=2)
+    bank.capture([variant(training=False)])
+    assert not bank.failures
+    inputs = [torch.full((6, WIDTH), float(value), device="cuda") for value in (1, 2)]
+    with torch.no_grad():
+        expected = [module(x) for x in inputs]
+        streams = [torch.cuda.Stream() for _ in inputs]
+        torch.cuda.synchronize()
+        found = []
+        for x, stream in zip(inputs, streams, strict=True):
+            with torch.cuda.stream(stream), bank.micro_batch("train") as reason:
+                assert reason is None
+                found.append(bank(x))
+    torch.cuda.synchronize()
+    assert_same_bits(found, expected)
+
+
+def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> None:
+    backend = CudaBackend(torch.device("cuda"))
+    holds = backend.add_pools(2)
+    memory, kept = _C.PassMemory(), []
+
+    def allocate(*megabytes: int) -> None:
+        kept.append(torch.ones(2**18, device="cuda"))
+        for number in megabytes:
+            torch.ones(number * 2**18, device="cuda")
+
+    def shared_bytes() -> int:
+        scratch = backend._scratch
+        assert scratch is not None
+        segments = torch.cuda.memory_snapshot()
+        return sum(it["total_size"] for it in segments if tuple(it["segment_pool_id"]) == scratch.hold.pool)
+
+    with backend.recording():
+        executables = [backend.record(0, lambda: allocate(32, 64), memory)]
+        assert shared_bytes() == 0  # it was learned
+        executables.append(backend.record(1, lambda: allocate(40, 64), memory))
+        assert shared_bytes() < 64 * 2**20  # of the first, whose size shows once it is allocated
+        executables.append(backend.record(1, lambda: allocate(32, 64), memory))
+        assert shared_bytes() >= 64 * 2**20
+    del executables, holds
+
+
+def test_what_outlives_its_pass_in_one_slot_alone_is_an_error() -> None:
+    backend = CudaBackend(torch.device("cuda"))
+    holds = backend.add_pools(2)
+    memory, kept = _C.PassMemory(), []
+    with backend.recording():
+        first = backend.record(0, lambda: torch.ones(2**20, device="cuda").sum(), memory)
+        with pytest.raises(RuntimeError, match="1 allocations outlive their pass"):
+            backend.record(1, lambda: kept.append(torch.ones(2**20, device="cuda")), memory)
+        kept.clear()
+        again = backend.record(1, lambda: torch.ones(2**20, device="cuda").sum(), memory)
+    del first, again, holds
+
+
+# -- memory of graphs and of what is verified --------------------------------------------------------
+
+
+class _ReadsFreed(torch.autograd.Function):
+    """Doubles. The backward of a capture reads memory that was given back when the forward ended."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, alias: Callable[[Tensor], Tensor]) -> Tensor:
+        factor = torch.full_like(hidden, 2.0)
+        ctx.factor = alias(factor) if torch.cuda.is_current_stream_capturing() else factor
+        return hidden * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def test_a_kernel_that_reads_freed_memory_is_found() -> None:
+    doubles = Applies(lambda hidden: _ReadsFreed.apply(hidden, unowned))
+    layers = [layer.to("cuda") for layer in (Block(), doubles, *blocks(6))]
+    bank = Bank(layers, "cuda")
+    bank.capture([variant("it")])
+    assert not bank.failures
+    verified = verify(bank, "it", example("cuda"))
+    # Whoever comes before it gets a gradient of its own.
+    assert {(found.index, found.tensor) for found in verified.differences} == {(1, "gradient of the input")}
+
+
+def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = blocks()
+    bank = captured(layers, "cuda")
+    assert verify(bank, "it", example("cuda")).differences == []
+    original = Verification._run_backwards
+
+    def spoil(verification: Verification) -> None:
+        pools = [it for it in torch.cuda.memory_snapshot() if tuple(it["segment_pool_id"]) != (0, 0)]
+        assert pools
+        for segment in pools:
+            size = segment["total_size"]
+            storage = torch._C._construct_storage_from_data_pointer(
+                segment["address"], torch.device("cuda", segment["device"]), size
+            )
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,)).fill_(0x3F)
+        original(verification)
+
+    monkeypatch.setattr(Verification, "_run_backwards", spoil)
+    found = verify(bank, "it", example("cuda")).differences
+    assert {difference.index for difference in found} == {*range(len(bank.sites))}
+
+
+class Saves(nn.Module):
+    """A layer that saves three activations, each of 64 MiB, and may keep one for somebody."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)
+        self.keeps = keeps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = torch.tanh(self.into(hidden)).exp()
+        if self.keeps and not Baked.is_captured:
+            Saves.kept.append(inner.detach())
+        return hidden + torch.tanh(self.out(inner))
+
+
+def _wide_example() -> Example:
+    return Example(hidden=torch.randn(MANY_ROWS, WIDTH, device="cuda"))
+
+
+def _captured_wide(layers: Sequence[nn.Module]) -> Bank:
+    bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=BankOptions(guard=captures))
+    bank.capture([variant("it", rows=MANY_ROWS)])
+    assert not bank.failures
+    return bank
+
+
+def test_modules_run_in_memory_that_the_graphs_have() -> None:
+    layers = [Saves() for _ in range(4)]
+    bank = _captured_wide(layers)
+    given, pool = _wide_example(), bank.pool_bytes()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        verified = verify(bank, "it", given)
+        assert verified.differences == [] and verified.not_run == {}
+    # Copies of what one site makes: of 2 MiB each, where a module alone needs three times 64 MiB.
+    assert torch.cuda.max_memory_reserved() - before <= 48 << 20
+    assert bank.pool_bytes() - pool <= 4 << 20 and verified.most_bytes <= 48 << 20
+
+
+def test_a_module_that_keeps_what_was_lent_is_an_error() -> None:
+    layers = [Saves(), Saves(keeps=True), Saves()]
+    bank = _captured_wide(layers)
+    Saves.kept.clear()
+    with pytest.raises(KeptMemoryError, match=f"{64 << 20} bytes that were lent are still in use"):
+        verify(bank, "it", _wide_example())
+    Saves.kept.clear()
+
+
+def test_where_a_pool_cannot_be_lent_modules_run_in_memory_of_their_own() -> None:
+    layers = [Saves() for _ in range(3)]
+    bank = _captured_wide(layers)
+    note = bank.captured[0].notes[0][2]
+    with bank.backend.recording(), bank.backend.lend(0, note) as lent:
+        with lent():
+            held = torch.empty(1 << 20, device="cuda")
+        with bank.backend.lend(0, note) as again, again():
+            elsewhere = torch.empty(1 << 20, device="cuda")
+        assert verify(bank, "it", _wide_example()).differences == []
+        assert held.data_ptr() != elsewhere.data_ptr()
+        del held, elsewhere
+
+
+# -- launches ----------------------------------------------------------------------------------------
+
+
+SITES = 32
+SLEEP_CYCLES = 4_000_000_000  # some two seconds: the queue fills meanwhile
+WAITED_SECONDS = 0.2
+
+
+class Loader(threading.Thread):
+    """Counts, as a thread that loads data would work."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.count = 0
+        self.is_over = False
+
+    def run(self) -> None:
+        while not self.is_over:
+            self.count += 1
+
+
+@pytest.fixture
+def loader() -> Iterator[Loader]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # or each of the calls that fill the queue would wait 5 ms for the GIL
+    thread = Loader()
+    thread.start()
+    yield thread
+    thread.is_over = True
+    thread.join()
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["without gradients", "with gradients"])
+def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loader, training: bool) -> None:
+    """Bug: the GIL was held, and data loaders stood still as long as the GPU was behind."""
+    layers = [layer.cuda() for layer in blocks(SITES)]
+    bank = Bank(layers, "cuda")  # one that poisons freed slots would wait there
+    bank.capture([variant(training=training)])
+    hidden = torch.randn(ROWS, WIDTH, device="cuda").requires_grad_(training)
+
+    def timed_forward() -> tuple[float, int]:
+        with torch.set_grad_enabled(training), bank.micro_batch("train") as reason:
+            assert reason is None
+            start, counted = time.perf_counter(), loader.count
+            out = bank.replay_all(hidden)
+            waited = time.perf_counter() - start, loader.count - counted
+        assert out is not NotImplemented
+        return waited  # the output is dropped, and its slot free
+
+    timed_forward()
+    torch.cuda.synchronize()
+    start, counted = time.perf_counter(), loader.count
+    time.sleep(0.1)
+    pace = (loader.count - counted) / (time.perf_counter() - start)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    calls = [timed_forward() for _ in range(2000 // SITES + 200)]
+    torch.cuda.synchronize()
+    waited, counted = max(calls)
+    assert waited > WAITED_SECONDS, "the launch queue was never full"
+    assert counted > 0.2 * pace * waited
+    bank.release()
+
+
+def test_micro_batches_on_two_streams_do_not_meet() -> None:
+    layers = [Block(1024) for _ in range(4)]
+    for param in (param for layer in layers for param in layer.parameters()):
+        param.requires_grad_(False)  # gradients of parameters are for the caller to order
+    rows = 256
+    banks = []
+    for _ in range(2):
+        bank = new_bank([layer.cuda() for layer in layers], "cuda")
+        shape = variant(rows=rows)
+        bank.capture([dataclasses.replace(shape, row_shape=(1024,))])
+        banks.append(bank)
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
+    inputs = [torch.randn(rows, 1024, device="cuda") for _ in range(12)]
+    want = []
+    for given in inputs:
+        leaf = given.clone().requires_grad_()
+        run_eager(layers, leaf).square().sum().backward()
+        want.append(leaf.grad)
+    leaves = [given.clone().requires_grad_() for given in inputs]
+    torch.cuda.synchronize()
+    for turn, leaf in enumerate(leaves):
+        bank = banks[turn // 2 % 2]
+        with torch.cuda.stream(streams[turn % 3]):
+            torch.cuda._sleep(3_000_000)  # what was launched before is still running then
+            with bank.micro_batch("train") as reason:
+                assert reason is None
+                out = bank(leaf)
+            out.square().sum().backward()
+            del out
+    torch.cuda.synchronize()
+    for turn, (leaf, grad) in enumerate(zip(leaves, want, strict=True)):
+        assert_same_bits(leaf.grad, grad, f"gradient of input {turn}")
+
+
+@pytest.mark.multi_gpu
+def test_a_bank_replays_on_its_own_device_whichever_is_current() -> None:
+    pair = Pair("cuda:1", blocks()).capture()
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            assert pair.step() is None
+            assert torch.cuda.current_device() == current
+
+
+# -- bugs of graphs and their workspaces -------------------------------------------------------------
+
+
+def test_a_layer_that_draws_on_the_host_stays_eager() -> None:
+    """Its number was frozen in the graph: no graph advances the CPU's generator."""
+    skips = Applies(lambda hidden: hidden * (1 + torch.rand(()).item()))
+    pair = Pair("cuda", [Block(), skips]).capture()
+    assert [failure.reason for failure in pair.bank.failures] == [EagerReason.RNG_NOT_GRAPH_SAFE]
+
+
+COLUMNS, MANY = 640, 8192  # of matrix products that need a workspace
+
+
+def captured_wide(layers: Sequence[nn.Module]) -> RunningBank:
+    bank = new_bank([layer.to("cuda", torch.bfloat16) for layer in layers], "cuda")
+    bank.capture([variant(rows=MANY, row_shape=(COLUMNS,), dtype=torch.bfloat16)])
+    return bank
+
+
+def strangers(*sizes: int) -> list[Tensor]:
+    """Take whatever memory has become free; who writes there shows."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return [torch.full((size,), torch.nan, device="cuda") for size in sizes]
+
+
+def replayed(bank: RunningBank, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    params = [param for layer in layers for param in layer.parameters()]
+    for leaf in (x, *params):
+        leaf.grad = None
+    with bank.micro_batch("train") as reason:
+        assert reason is None
+        out = bank(x)
+    got = out.detach().clone()
+    out.square().sum().backward()
+    return [got, *(leaf.grad for leaf in (x, *params))]
+
+
+def run_wide(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    out = run_eager(layers, x)
+    leaves = [x, *(param for layer in layers for param in layer.parameters())]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
+    """torch frees a cuBLAS workspace with any graph of its stream: other graphs went on using it."""
+    layers, others = [nn.Linear(COLUMNS, COLUMNS)], [nn.Linear(COLUMNS, COLUMNS)]
+    bank, other = captured_wide(layers), captured_wide(others)
+    other.release()
+    held = strangers(*[2 << 20] * 64)
+    x = torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        assert_same_bits(replayed(bank, layers, x), run_wide(layers, x))
+    assert all(bool(stranger.isnan().all()) for stranger in held)
+
+
+def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
+    """No bug so far: `torch.compile` frees every cuBLAS workspace where it asks for graphs of its own.
+
+    Graphs hold the addresses of theirs; a replay must neither read what is there now nor write to it.
+    """
+    layers = [
+        nn.Sequential(nn.Linear(COLUMNS, COLUMNS), nn.Tanh(), nn.Linear(COLUMNS, COLUMNS)) for _ in range(3)
+    ]
+    bank, held = captured_wide(layers), []
+    x = torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    want = run_wide(layers, x)
+    for _ in range(4):
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        held += strangers(*[1 << 21, 1 << 18, 1 << 10] * 8)  # pieces of any size that a workspace has
+        assert_same_bits(replayed(bank, layers, x), want)
+    assert all(bool(stranger.isnan().all()) for stranger in held)
+    assert bank.counters()["replays"] == 4 * len(layers)

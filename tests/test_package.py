@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package itself: whether its core fits the installed torch, what it ships, and who speaks."""
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import megagraph
+from megagraph.log import about, log, rank
+
+build_info = importlib.import_module("megagraph._build_info")
+INSTALLED = metadata.version("torch")
+
+
+def with_number(version: str, place: int) -> str:
+    """The version with the number at `place` raised by one: 1 is its minor, 2 its patch."""
+    numbers = version.split("+")[0].split(".")
+    numbers[place] = str(int(re.match(r"\d+", numbers[place])[0]) + 1)
+    return ".".join(numbers)
+
+
+def test_a_core_for_another_release_of_torch_names_both_and_how_one_was_built_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another patch release was let in, and its objects may be laid out in another way."""
+    for place in (1, 2):
+        built = with_number(INSTALLED, place)
+        monkeypatch.setattr(build_info, "TORCH_VERSION", built)
+        expected = f"built against torch {built}, and torch {INSTALLED} is installed: reinstall"
+        with pytest.raises(ImportError, match=re.escape(expected)):
+            megagraph._check_torch()
+    for suffix in ("", "+cpu", "+cu130"):
+        monkeypatch.setattr(build_info, "TORCH_VERSION", INSTALLED.split("+")[0] + suffix)
+        megagraph._check_torch()
+
+
+@pytest.mark.parametrize(
+    ("built", "installed", "message"),
+    [
+        ("12.8", "13.0", r"built for CUDA 12\.8, .* is for CUDA 13\.0: reinstall"),
+        ("13.0", None, r"built for CUDA 13\.0, .* is without CUDA: reinstall"),
+        ("13.0", "13.0", None),
+        ("13.2", "13.0", None),
+        (None, "13.0", None),
+    ],
+    ids=["another major", "torch without CUDA", "same", "another minor", "CPU-only"],
+)
+def test_a_core_goes_with_its_cuda_major(
+    built: str | None, installed: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_info, "CUDA_VERSION", built)
+    monkeypatch.setattr(torch.version, "cuda", installed)
+    with pytest.raises(ImportError, match=message) if message else contextlib.nullcontext():
+        megagraph._check_torch()
+
+
+def test_the_cuda_of_torch_is_known_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = torch.version.cuda
+    monkeypatch.delitem(sys.modules, "torch")
+    assert megagraph._cuda_of_torch() == expected
+    assert "torch" not in sys.modules
+
+
+# -- what an sdist holds; that it builds, installs and runs is checked by `make sdist` ---------------
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_built(tmp_path: Path) -> None:
+    """Built as without a GPU and without a former build's list of files.
+
+    It held no header, and of a build without CUDA no kernel; and ten test files without their conftest.
+    """
+    pytest.importorskip("setuptools")
+    folders = "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *folders],
+        cwd=ROOT,
+        env={**os.environ, "MEGAGRAPH_CPU_ONLY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {member.name.partition("/")[2] for member in file if member.isfile()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert {Path(source).suffix for source in sources} == {".h", ".cuh", ".cpp", ".cu"}
+    assert sources <= names
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "megagraph/py.typed"} <= names
+    assert not [it for it in names if it.startswith("tests/") or it.endswith((".so", "_build_info.py"))]
+
+
+# -- who speaks, and that it is heard ----------------------------------------------------------------
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_warning_is_seen_without_any_logging_set_up() -> None:
+    """A NullHandler disabled Python's handler of last resort: nobody saw a refusal or a failed capture."""
+    script = (
+        "import megagraph\n"
+        "from megagraph.log import log\n"
+        "log.warning('layer %d stays eager', 3)\n"
+        "log.info('not asked for')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["megagraph: layer 3 stays eager"]
+
+
+def test_rank_0_says_everything_and_others_keep_to_labelled_warnings(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun every rank wrote every line, and none said whose it was."""
+    caplog.set_level(logging.INFO, logger="megagraph")
+    for number in ("0", "3"):
+        monkeypatch.setenv("RANK", number)
+        assert rank() == int(number)
+        log.info("captured")
+        log.warning("%d %% eager", 5)
+    assert lines(caplog) == ["captured", "5 % eager", "[rank 3] 5 % eager"]
+    monkeypatch.delenv("RANK")
+    assert rank() == 0
+
+
+def test_inside_a_models_turn_its_name_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    with about("GPTModel #2"):
+        log.warning("stays eager")
+    log.warning("outside")
+    assert lines(caplog) == ["GPTModel #2: stays eager", "outside"]
