@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks `bits`, `replay` and `soak` count and time, on models that need no GPU."""
 
+import ctypes
+import dataclasses
+import gc
 import itertools
 import sys
 from collections.abc import Iterator
@@ -82,6 +85,29 @@ def test_a_soak_finds_a_step_that_differs_and_memory_that_grows(monkeypatch: pyt
     answer = soak.measure_soak(OPTIONS, 24 * OPTIONS.layers)
     assert (answer["differing"], answer["steps"], answer["grown"]) == (1, 6, {"process": 0, "device": 15})
     assert answer["replays"] == 24 * OPTIONS.layers
+
+
+class _Malloc(ctypes.Structure):
+    """What glibc's mallinfo2() says."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or newer")
+def test_replays_leave_neither_memory_nor_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not 128 bytes in a micro-batch, nor an object in ten steps: what a few hundred steps fill is less."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Malloc
+
+    def used() -> dict[str, int]:
+        malloc = mallinfo()
+        return {"malloc": malloc.uordblks + malloc.hblkhd, "objects": len(gc.get_objects())}
+
+    monkeypatch.setattr(soak, "used_bytes", used)
+    monkeypatch.setattr(soak, "SAMPLES", 2)
+    grown = soak.measure_soak(dataclasses.replace(OPTIONS, layers=1), 160 * 4)["grown"]
+    assert grown["malloc"] < 80 * 4 * 128 and grown["objects"] < 8
 
 
 def test_layers_replay_without_the_model_around_them(monkeypatch: pytest.MonkeyPatch) -> None:

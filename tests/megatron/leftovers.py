@@ -8,7 +8,9 @@ are such a cycle, too. With a model its process groups stay, whose threads take 
 """
 
 import gc
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import objgraph
@@ -18,8 +20,9 @@ from megagraph.bank.bank import Bank
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.scopes.moe import drop_history, forget_calls
 
-__all__ = ["forget_loss_scale", "free_models", "models_in_memory"]
+__all__ = ["forget_loss_scale", "free_models", "go_in_time", "models_in_memory"]
 
+PATIENCE_SECONDS = 5
 
 _named: weakref.WeakSet[Any] = weakref.WeakSet()
 _named_pools: set[tuple[int, ...]] = set()
@@ -54,6 +57,19 @@ def free_models() -> None:
     torch.cuda.empty_cache()
 
 
+def go_in_time(are_gone: Callable[[], bool]) -> bool:
+    """Whether what nobody holds any more goes, if not at once.
+
+    A communicator's thread lets go of a tensor, and so of its history, a moment after the call. And a cycle
+    to which only another one led, through history in C++, is garbage once that is gone: a collection later.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (gone := are_gone()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
+    return gone
+
+
 def models_in_memory() -> list[str]:
     """What stays of models, of their graphs and of the memory of these, and how it is reached.
 
@@ -64,8 +80,12 @@ def models_in_memory() -> list[str]:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     kinds = LanguageModule, GraphedModel, Bank
-    stay: list[Any] = [it for it in gc.get_objects() if issubclass(type(it), kinds)]
-    new = [it for it in stay if it not in _named]
+
+    def unnamed() -> list[Any]:
+        return [it for it in gc.get_objects() if issubclass(type(it), kinds) and it not in _named]
+
+    go_in_time(lambda: not unnamed())
+    new = unnamed()
     _named.update(new)
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
     pools = {tuple(segment["segment_pool_id"]) for segment in segments} - {(0, 0)} - _named_pools

@@ -81,6 +81,10 @@ class Probe(nn.Module):
 # -- what changes, and how: all of it in the second layer --------------------------------------------
 
 
+def first(trainer: Trainer) -> Any:
+    return trainer.chunk.decoder.layers[0]
+
+
 def probe(trainer: Trainer) -> Any:
     return trainer.chunk.decoder.layers[1].mlp
 
@@ -233,11 +237,7 @@ STATES: dict[str, Do] = {
     "mode of the model": evaluates(lambda trainer: trainer.chunk),
     # Forwards and classes.
     # Of the first one: behind the last one is a norm, to which half of everything is the same.
-    "forward of a layer": in_place(
-        lambda it: setattr(it, "forward", halved(it.forward)),
-        lambda it: delattr(it, "forward"),
-        lambda trainer: trainer.chunk.decoder.layers[0],
-    ),
+    "forward of a layer": lambda trainer: sets("forward", halved(first(trainer).forward), first)(trainer),
     "forward of a class": on_class(AdaptedLinear, "forward", halved),
     "property of a class": on_class(Probe, "computed", lambda _before: property(lambda self: 0.5)),
     # Of what lies behind an attribute: seen between steps alone.

@@ -2,13 +2,17 @@
 """Random models, hosts and changes (tests/soak): a few seeds, and what is said of one that fails."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
+import torch
+from leftovers import go_in_time
 from soak.changes import CHANGES
 from soak.scenarios import Scenario, draw
 from soak.shrink import shrink
 from soak.twins import run
+from torch import nn
 
 import megagraph
 
@@ -58,3 +62,15 @@ def test_an_error_of_the_plugins_own_is_a_failure(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(CHANGES, "watch of nothing", lambda _trainer: megagraph.watch(nothing, key=int))
     outcome = run(dataclasses.replace(draw(1, EVENTS), events=(("changes", {"name": "watch of nothing"}),)))
     assert outcome.failure == "TypeError" and outcome.has_failed
+
+
+def test_what_only_history_led_to_is_no_leak() -> None:
+    """Bug: a model was said to stay that the next collection took."""
+    model, out = nn.Module(), torch.ones(1, requires_grad=True) * 2
+    vars(model)["own"] = model
+    out.grad_fn.register_hook(lambda *_, held=model: None)
+    error = [out]
+    error.append(error)
+    gone = weakref.ref(model)
+    del model, out, error
+    assert go_in_time(lambda: gone() is None)

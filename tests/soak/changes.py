@@ -7,18 +7,13 @@ from typing import Any
 import megatron_rig as rig
 from host_rig import AdaptedLinear
 from megatron.core.transformer.mlp import MLP
-from state_changes import Do, Undo, hooks, in_place, sets
+from state_changes import Do, Undo, first, hooks, in_place, sets
 from torch import nn
 
 import megagraph
 from megagraph.demo.trainer import Trainer
 
 __all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS", "wrong_in_captures"]
-
-
-def first(trainer: Trainer) -> Any:
-    """Its first layer."""
-    return trainer.chunk.decoder.layers[0]
 
 
 def last(trainer: Trainer) -> Any:
