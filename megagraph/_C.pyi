@@ -132,7 +132,7 @@ class GraphBank(metaclass=_pybind11_type):
         num_slots: int,
         pools: Sequence[PoolHold],
         poison: bool,
-        run_eager_alike: Callable[[int, int, str], None] | None,
+        run_eager_alike: Callable[[int, int, int, str], None] | None,
     ) -> None: ...
     @property
     def state(self) -> BankState: ...

@@ -156,10 +156,13 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
                              bool is_settled) {
   const Found found = find(params, tokens);
   if (found.against) return python_reason(found.against);
-  if (c10::InferenceMode::is_enabled() || may_positions_go_on(found.shape)) {
+  const int64_t cp_size = found.shape.cp_size;
+  bank_->set_number(++numbers_[cp_size]);
+  // Another rank may be in another mode, and its collectives are of a capacity's rows.
+  const bool is_inference = c10::InferenceMode::is_enabled();
+  if ((is_inference && options_.ranks == 1) || may_positions_go_on(found.shape)) {
     return python_reason(EagerReason::kSignatureChanged);
   }
-  const int64_t cp_size = found.shape.cp_size;
   const int64_t state = states_.of_call(watch_->state(false));
   // What a forward of the host's makes of a mask shows where it calls its block.
   const bool masks_at_entry = rules_->masks_tail && rules_->pads_at_entry;
@@ -173,7 +176,7 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   if ((has_mask && !(is_mask_shared && is_taken)) || are_samples) {
     return python_reason(EagerReason::kSignatureChanged);
   }
-  if (!found.misfit) due_.note(kind);
+  if (!found.misfit && !is_inference) due_.note(kind);
   const VariantKey key = kind.of_capacity(found.capacity);
   auto reason = found.misfit ? found.misfit : eager_reason_of_step(is_skipped, kind.grad);
   // All of these are on canonical packs; but of several ranks one alone may skip graphs.

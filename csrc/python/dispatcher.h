@@ -87,6 +87,7 @@ class Dispatcher {
   void keep_eager(std::optional<EagerReason> reason, std::optional<EagerReason> gradients_reason) {
     reason_ = reason;
     gradients_reason_ = gradients_reason;
+    numbers_.clear();
   }
   // Nothing replays as long as it is.
   void set_suspended(bool is_suspended) { is_suspended_ = is_suspended; }
@@ -163,6 +164,7 @@ class Dispatcher {
   std::shared_ptr<ModuleWatch> watch_;
   std::optional<EagerReason> refused_, reason_, gradients_reason_;
   bool is_suspended_ = false;
+  std::map<int64_t, int64_t> numbers_;  // micro-batches of the step, by the ranks that share them
   std::set<PackShape> observed_;
   std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
   pybind11::object params_type_ = pybind11::none();

@@ -76,9 +76,9 @@ class BankOptions:
     """What graphs are captured under."""
 
     holds_collectives: bool = False  # they contain some, so that no rank may fall back alone
-    # Called with a variant, a site (-1 for all) and why, where a rank has to run eager inside of a step what
-    # others may replay: raises unless all of them have to. Must not lead back to the bank, which holds it.
-    run_eager_alike: Callable[[int, int, str], None] = lambda _variant, _site, _why: None
+    # Called with a micro-batch's number, a variant, a site (-1 for all) and why, where a rank must run eager
+    # inside of a step what others may replay: raises unless all have to. Must not lead back to the bank.
+    run_eager_alike: Callable[[int, int, int, str], None] = lambda _number, _variant, _site, _why: None
     # Asks the ranks whose graphs hold the same collectives, after each part of a capture: a site that one of
     # them cannot capture stays eager on all of them.
     max_over_ranks: MaxOverRanks = list

@@ -460,14 +460,14 @@ def test_who_keeps_a_tensor_is_waited_for_once_until_a_micro_batch_has_met_nobod
 
 def test_graphs_with_collectives_wait_each_time_and_name_who_keeps_a_tensor(sender: Sender) -> None:
     """Bug: a rank whose worker let go late ran eager alone, and the others waited for ever."""
-    asked: list[tuple[int, int, str]] = []
+    asked: list[tuple[int, int, int, str]] = []
     told: dict[str, Any] = {"holds_collectives": True, "run_eager_alike": lambda *said: asked.append(said)}
     bank = captured_with(sender, Sender.send, training=False, **told)
     for lets_go in (False, True, True):
         sender.lets_go = lets_go
         run(sender, bank, training=False)
         sender.kept.clear()
-    assert asked == [(0, 1, "NESTING: slot 0: 1 tensor of site 0")] and bank.counters()["NESTING"] == 1
+    assert asked == [(0, 0, 1, "NESTING: slot 0: 1 tensor of site 0")] and bank.counters()["NESTING"] == 1
 
 
 def test_a_backward_waits_a_moment_and_again_after_a_wait_in_vain(sender: Sender) -> None:

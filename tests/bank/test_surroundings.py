@@ -332,7 +332,7 @@ class Ranks:
         self.are_alike = are_alike
         self.asked: list[tuple[int, int, str]] = []
 
-    def run_eager_alike(self, variant: int, site: int, why: str) -> None:
+    def run_eager_alike(self, _number: int, variant: int, site: int, why: str) -> None:
         self.asked.append((variant, site, why))
         if not self.are_alike:
             raise Alone(why)

@@ -11,6 +11,8 @@ from unittest import mock
 import megatron_rig as rig
 import parallel_jobs
 import pytest
+import torch
+from host_rig import HostTrainer, OwnBlock, OwnModel
 from megatron.core import parallel_state
 from mla_rig import MlaTrainer
 from same_bits import assert_same_bits
@@ -190,6 +192,7 @@ def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names
     trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
     holder, micros = trained(trainer, met=False)
     rank, left = distributed.get_rank(), len(micros)
+    soon = mock.patch.object(parallel.peers, "patience_of_job", lambda: timedelta(seconds=1))
 
     def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
         nonlocal left
@@ -203,6 +206,10 @@ def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names
         rig.schedule(trainer.model, micros, left - 1, trainer.device)
         tokens, _, _, positions = micros[-1].row_lists()
         trainer.chunk.embedding(tokens[None].to(trainer.device), positions[None].to(trainer.device))
+        if how == "skip":  # while its device waits, in its next micro-batch
+            (graphs,) = rig.the_plugin().all_graphs()
+            with pytest.raises(RuntimeError, match="rank 1 has to run a micro-batch eager"):
+                graphs.peers.run_eager_alike(left + 1, 0, -1, "DISABLED")
         return
     why = {
         "note": r"STATE_CHANGED; changed: layer 1.mlp: note nothing -> \"of nobody's\"",
@@ -211,9 +218,64 @@ def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names
     told = (
         rf"^rank 0 has to run a micro-batch eager \({why[how]}\), and other ranks that share the pack do not"
     )
-    soon = mock.patch.object(parallel.peers, "patience_of_job", lambda: timedelta(seconds=1))
     with soon, pytest.raises(RuntimeError, match=told):
         rig.run_schedule(trainer.model, forward_step, micros, left)
+
+
+CALLED_OTHERWISE = set[int]()  # ranks
+
+
+class OtherwiseBlock(OwnBlock):
+    """Its second layer is called with what nobody reads in training."""
+
+    def further_arguments(self, index: int) -> dict[str, Any]:
+        return {"context_mask": 0} if index and distributed.get_rank() in CALLED_OTHERWISE else {}
+
+
+@pytest.mark.parametrize("ranks", [{0}, {0, 1}], ids=str)
+@on_ranks(2, tensor_parallel=2)
+def test_a_layer_that_a_block_of_a_host_calls_otherwise_is_asked_for(ranks: set[int]) -> None:
+    """Bug: it ran eager, on rows of its own, while others replayed."""
+    asked: list[Any] = []
+    with mock.patch.object(Peers, "run_eager_alike", lambda _peers, *where: asked.append(where)):
+        megagraph.install(rig.graph_config())
+        make = partial(HostTrainer, OwnModel, OtherwiseBlock, options=parallel_jobs.OPTIONS)
+        trainer, micros = make(config=TENSOR_PARALLEL), [rig.Micro(lengths=(40, 24))] * 2
+        rig.step(trainer, micros, times=3)
+        before, expected = rig.report_of(trainer), rig.step(trainer, micros, update=False)
+        CALLED_OTHERWISE.update(ranks)
+        assert_same_bits(rig.step(trainer, micros, update=False), expected)
+        CALLED_OTHERWISE.clear()
+    is_other = distributed.get_rank() in ranks
+    assert asked == [(number, 0, -3, "SIGNATURE_CHANGED") for number in (1, 2) if is_other]
+    eager = rig.eager_since(rig.report_of(trainer), before)
+    assert eager == ({"SIGNATURE_CHANGED": len(micros)} if is_other else {})
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_a_rank_in_inference_mode_runs_the_rows_of_others_that_only_record_no_gradients() -> None:
+    """Bug: it ran the rows that were given, beside collectives of as many as a capacity has."""
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    _, micros = trained(trainer, met=False)
+
+    def losses(mode: Any) -> list[Tensor]:
+        with mode():
+            return [rig.forward(trainer.model, it, trainer.device)[0].clone() for it in micros]
+
+    is_first, counts = distributed.get_rank() == 0, len(micros) * LAYERS
+    expected, before = [losses(torch.no_grad) for _ in range(2)][-1], rig.report_of(trainer)
+    for mode in (torch.inference_mode if is_first else torch.no_grad, torch.inference_mode, torch.no_grad):
+        assert_same_bits(losses(mode), expected)
+    apart, together = {True: (0, 2), False: (1, 1)}[is_first]
+    eager = rig.eager_since(rig.report_of(trainer), before)
+    assert eager == {
+        name: times * counts
+        for name, times in (("GROUP_DISAGREED", apart), ("SIGNATURE_CHANGED", together))
+        if times
+    }
+    assert rig.report_of(trainer)["replays"] == before["replays"] + counts
+    rig.step(trainer, micros)
 
 
 @on_ranks(2, tensor_parallel=2)
@@ -317,7 +379,7 @@ def test_what_a_rank_finds_alone_inside_of_a_step_is_an_error_that_names_it() ->
             )
             if place is not None:
                 with pytest.raises(RuntimeError, match=told):
-                    peers.run_eager_alike(0, place, "why")
+                    peers.run_eager_alike(1, 0, place, "why")
 
 
 def test_a_verification_that_one_rank_cannot_finish_is_given_up_on_all(world2: World) -> None:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes that any model can undergo, each with what takes it back; all are of its first or last layer."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
 from host_rig import AdaptedLinear
@@ -11,9 +15,11 @@ from state_changes import Do, Undo, first, hooks, in_place, sets
 from torch import nn
 
 import megagraph
+from megagraph.bank.restore import Results
+from megagraph.bank.verify import Verification
 from megagraph.demo.trainer import Trainer
 
-__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS", "wrong_in_captures"]
+__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS", "VERIFICATIONS", "wrong_in_captures"]
 
 
 def last(trainer: Trainer) -> Any:
@@ -73,6 +79,25 @@ def subclass(trainer: Trainer) -> Undo:
 
     layer.__class__ = Halved
     return lambda: setattr(layer, "__class__", before)
+
+
+def _fails(*_args: Any) -> None:
+    raise RuntimeError("no verification")
+
+
+@contextlib.contextmanager
+def _noisy(*args: Any) -> Iterator[Results]:
+    with _module_run(*args) as made:
+        by = 1.0 + _NOISE.random() * 1e-6
+        yield {name: it * by if it.is_floating_point() else it for name, it in made.items()}
+
+
+_module_run, _NOISE = Verification._module_run, Random(0)
+# Of a verification, in which one rank alone cannot go on, or has to run its modules once more.
+VERIFICATIONS = {
+    "fails": partial(mock.patch.object, Verification, "_compare", _fails),
+    "differs": partial(mock.patch.object, Verification, "_module_run", _noisy),
+}
 
 
 def wrong_in_captures(trainer: Trainer, raises: bool) -> Undo:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph
 
-from .changes import CHANGES, wrong_in_captures
+from .changes import CHANGES, VERIFICATIONS, wrong_in_captures
 from .models import KINDS, UNIT, draw_plugin
 
 if TYPE_CHECKING:
@@ -127,13 +127,6 @@ def evaluates(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
     return rig.evaluate(trainer, micros)
 
 
-@step("SIGNATURE_CHANGED", "STATE_CHANGED", how=("no_grad", "inference_mode"))
-def passes_without_gradients(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
-    """Outside of any schedule, in training mode."""
-    with getattr(torch, how)():
-        return [rig.forward(trainer.model, it, trainer.device)[0].clone() for it in micros]
-
-
 @step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"))
 def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """All forwards, then the backwards in some order."""
@@ -145,20 +138,6 @@ def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) ->
     if not has_scale:
         forget_loss_scale()
     return [losses.detach().clone() for losses in left], rig.grads(trainer.chunk)
-
-
-@step("PARAMETERS_CHANGED")
-def trains_beside_a_gradient(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
-    """A `.grad` that somebody has left beside `main_grad`: eager adds it to the next one."""
-    trainer.zero_grad()
-    for param in trainer.chunk.decoder.layers[0].parameters():
-        if param.requires_grad:
-            param.grad = torch.full_like(param, 0.25)
-            break
-    losses = rig.schedule(trainer.model, micros, len(micros), trainer.device)
-    found = losses, rig.grads(trainer.chunk)
-    trainer.zero_grad()
-    return found
 
 
 @step("STATE_CHANGED")
@@ -185,7 +164,12 @@ def _raise(*_args: Any, **_kwargs: Any) -> None:
     raise Broken
 
 
-@step("STATE_CHANGED", how=("data", "embedding", "layer", "forward", "loss", "backward"), weight=4)
+@step(
+    "STATE_CHANGED",
+    how=("data", "embedding", "layer", "forward", "loss", "backward"),
+    applies=lambda twins: twins.layout != "some",  # whose last ones are not the same
+    weight=4,
+)
 def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """In its last micro-batch. What it has added to gradients is compared."""
     left, chunk = len(micros), trainer.chunk
@@ -309,9 +293,43 @@ def trains_inside(twins: "Twins", packs: list[Given], model: int, how: str, rank
     twins.each(work, model)
 
 
+def _packs_of_ranks(rng: Random) -> Given:
+    return {**packs(rng), **of_ranks(rng)}
+
+
+@event("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=_packs_of_ranks)
+def passes_without_gradients(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
+    """Outside of any schedule, in training mode; these ranks so that nobody can ever record any."""
+    mode = torch.inference_mode if twins.is_of(ranks) else torch.no_grad
+
+    def work(trainer: Any) -> Any:
+        with mode():
+            return [rig.forward(trainer.model, it, trainer.device)[0].clone() for it in twins.micros(packs)]
+
+    twins.each(work, model)
+
+
+@event("PARAMETERS_CHANGED", "GROUP_DISAGREED", draw=_packs_of_ranks)
+def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
+    """A `.grad` that somebody has left beside `main_grad`: eager adds it to the next one."""
+
+    def work(trainer: Any) -> Any:
+        trainer.zero_grad()
+        params = [it for it in trainer.chunk.decoder.layers[0].parameters() if it.requires_grad]
+        for param in params[:1] if twins.is_of(ranks) else ():
+            param.grad = torch.full_like(param, 0.25)
+        micros = twins.micros(packs)
+        losses = rig.schedule(trainer.model, micros, len(micros), trainer.device)
+        found = losses, rig.grads(trainer.chunk)
+        trainer.zero_grad()
+        return found
+
+    twins.each(work, model)
+
+
 @event(
     *("STATE_CHANGED", "SIGNATURE_CHANGED"),
-    draw=lambda rng: {**packs(rng), **of_ranks(rng)},
+    draw=_packs_of_ranks,
     applies=lambda twins: twins.is_shared,
 )
 def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
@@ -374,6 +392,54 @@ def is_wrong_in_captures(twins: "Twins", raises: bool, ranks: list[int]) -> None
             twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20]}])))
 
 
+def _again(rng: Random) -> Given:
+    return {"seed": rng.choice([0, 3]), **of_ranks(rng)}  # one of both ranks, or one each, of which one fits
+
+
+def _captures_again(
+    twins: "Twins", ranks: list[int], seed: int, around: Any = contextlib.nullcontext
+) -> None:
+    """In a state that is new, with something around the steps of these ranks."""
+    note = object()
+    for trainer in twins.pairs[0].both:
+        trainer.chunk.decoder.layers[-1].note = note
+    with around() if twins.is_of(ranks) else contextlib.nullcontext():
+        for _ in range(3):
+            twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20], "seed": seed}])))
+
+
+@event(
+    *WATCHED,
+    draw=lambda rng: {"how": rng.choice([*VERIFICATIONS]), **_again(rng)},
+    applies=lambda twins: twins.is_shared,
+    weight=6,
+)
+def verifies(twins: "Twins", how: str, seed: int, ranks: list[int]) -> None:
+    twins.explain("VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=how == "differs")
+    _captures_again(twins, ranks, seed, VERIFICATIONS[how])
+
+
+@event(*WATCHED, draw=_again, applies=lambda twins: twins.is_shared, weight=6)
+def keeps_an_output_while_captures_are_due(twins: "Twins", seed: int, ranks: list[int]) -> None:
+    """Of the last layer, whose slot nobody needs before."""
+    held: list[Any] = []
+
+    def keep(trainer: Any) -> Any:
+        modules = dict(trainer.chunk.decoder.named_children())
+        norm = modules.get("final_layernorm", modules.get("final_norm"))
+        handle = norm.register_forward_pre_hook(lambda _norm, args: held.append(args[0].detach()))
+        try:
+            return rig.step(trainer, twins.micros([{"lengths": [9, 20]}]))
+        finally:
+            handle.remove()
+
+    twins.each(keep)
+    del held[: -1 if twins.is_of(ranks) else None]
+    _captures_again(twins, ranks, seed)
+    held.clear()
+    twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20]}])))
+
+
 # What is noticed at each call.
 AT_EACH_CALL = [
     name for name in CHANGES if not name.startswith(("class", "frozen", "watched", "hook on", "hook after"))
@@ -407,7 +473,7 @@ def changes_within_a_step(
             left = rig.run_schedule(trainer.model, forward_step, micros, len(micros))
         return left, rig.grads(trainer.chunk)
 
-    twins.each(work, model, may_be_named=len(ranks) == 1)
+    twins.each(work, model, is_alone=len(ranks) == 1)
 
 
 @event(applies=lambda twins: bool(twins.undos), weight=6)

@@ -24,7 +24,7 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 
-__all__ = ["KINDS", "LAYOUTS", "PLUGIN", "UNIT", "Kind", "draw_plugin", "plugin_of"]
+__all__ = ["KINDS", "LAYOUTS", "PLUGIN", "SHARES_PACKS", "UNIT", "Kind", "draw_plugin", "plugin_of"]
 
 Scopes = tuple[str, ...]
 UNIT = 4  # rows that two ranks can share, whatever they share
@@ -32,14 +32,17 @@ PARTS: tuple[Scopes, ...] = ((), ("attn",), ("mlp",), ("attn", "mlp"))
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-# How two ranks share a model: fields of Megatron's config. Of packs each of "dp" and "ep" has its own.
+# How two ranks share a model: fields of Megatron's config. Of packs each of "dp" and "ep" has its own; of
+# "some" a few, and these and those that both share say so.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2},
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
+    "some": {"calculate_per_token_loss": True},
     "ep": {"expert_model_parallel_size": 2},
     "dp": {},
 }
+SHARES_PACKS = ("tp", "sp", "cp", "some")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def _tied(_config: Any) -> dict[str, Any]:
 
 
 _SHARED = frozenset({"SHARED_PARAMETER"})
-_RANKS = frozenset({"tp", "sp", "cp", "dp"})
+_RANKS = frozenset({"tp", "sp", "cp", "some", "dp"})
 _APART = frozenset({"tp", "dp"})
 KINDS: dict[str, Kind] = {
     "dense": Kind(make=ModelTrainer, has=frozenset({"dense"}), layouts=_RANKS),
@@ -132,7 +135,9 @@ if seams.hybrid_seams():
         has=frozenset({"experts", "hybrid"}),
     )
 for _name in MLA_KINDS:
-    _layouts = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp"}  # whose table is made on a GPU
+    _layouts = (
+        _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
+    )  # whose table is made on a GPU
     KINDS[f"MLA: {_name}"] = Kind(make=partial(MlaTrainer, kind=_name), layouts=_layouts)
 if ON_GPU:
     KINDS["engine"] = Kind(make=lambda **given: ModelTrainer(spec=te_layer_spec(), **given))
@@ -164,6 +169,9 @@ def plugin_of(scopes: Scopes, plugin: dict[str, Any], layout: str = "") -> Graph
         for tokens, documents, longest in plugin["capacities"]
     )
     given = {**plugin, "capacities": capacities, "cuda_graph_modules": scopes}
-    if layout == "cp" or any(each.max_seqlen != each.tokens for each in capacities):
+    if layout == "some":
+        given |= {"cp_sizes": (1, 2), "cuda_graph_max_packed_seqs": (6,), "max_seqlen_per_dp_cp_rank": 64}
+        given["capacities"] = ()
+    if layout in ("cp", "some") or any(each.max_seqlen != each.tokens for each in capacities):
         given["tail"] = "hidden"  # the other one asks for documents as long as the pack
     return graph_config(**given)

@@ -3,7 +3,6 @@
 
 import re
 import time
-from datetime import timedelta
 from random import Random
 from typing import Any
 from unittest import mock
@@ -13,18 +12,28 @@ from torch import distributed
 from worlds import World
 
 from megagraph.megatron.parallel import peers
-from megagraph.megatron.parallel.peers import HostGroup, Peers
+from megagraph.megatron.parallel.peers import HostGroup
 
 from .models import LAYOUTS
 from .scenarios import Scenario
-from .twins import AsGiven, EagerRaises, Named, Outcome, run
+from .twins import AsGiven, EagerRaises, Outcome, Twins, run
 
 __all__ = ["run_on_ranks"]
 
 SECONDS = 40.0  # of one scenario, which takes ten: one that hangs is to be found
-ORDER = {EagerRaises.__name__: 0, AsGiven.__name__: 0, Named.__name__: 2}  # of failures in one event
-FOUND_SECONDS = 3.0  # that one waits inside of a step for those who share its pack
+FIRST = (EagerRaises.__name__, AsGiven.__name__)  # of failures in one event
 LATE_SECONDS = 10.0  # that one rank may take longer
+
+
+class Noted:
+    """Stands for the ranks that are asked inside of a step: without a device nobody waits for the answer."""
+
+    def allreduce(self, tensors: list[Any], _op: Any) -> "Noted":
+        Twins.asked.append(tensors[0].tolist())
+        return self
+
+    def wait(self) -> None:
+        """All agree."""
 
 
 @makes_groups
@@ -33,22 +42,18 @@ def of_each_rank(*, scenario: str) -> Outcome:
     found = Scenario.from_json(scenario)
     sizes = {name: size for name, size in LAYOUTS[found.layout].items() if name.endswith("_size")}
     make_groups(**sizes)
-    # Ranks come late, by chance, when they ask each other. One that finds something does not wait long.
+    # Ranks come late, by chance, when they ask each other.
     rng = Random(found.seed + distributed.get_rank())
-    asks, finds = HostGroup.max_over_ranks, Peers.run_eager_alike
+    asks, groups = HostGroup.max_over_ranks, peers._gloo_group
 
     def ask(*args: Any) -> list[int]:
         time.sleep(rng.choice((0, 0, 0, 0.02)))
         return asks(*args)
 
-    def find(*args: Any) -> None:
-        with mock.patch.object(peers, "patience_of_job", lambda: timedelta(seconds=FOUND_SECONDS)):
-            finds(*args)
+    def group(ranks: Any, when: str = "between steps") -> Any:
+        return groups(ranks, when) if when == "between steps" else Noted()
 
-    with (
-        mock.patch.object(HostGroup, "max_over_ranks", ask),
-        mock.patch.object(Peers, "run_eager_alike", find),
-    ):
+    with mock.patch.object(HostGroup, "max_over_ranks", ask), mock.patch.object(peers, "_gloo_group", group):
         outcome = run(found)
     if outcome.failure is not None:
         raise RuntimeError(f"FAILED {outcome.failure} at {outcome.at}\n{outcome.text}")
@@ -64,8 +69,8 @@ def run_on_ranks(world: World, scenario: Scenario) -> Outcome:
         )[0]
     except AssertionError as error:
         said = re.findall(r"FAILED (\w+) at (-?\d+)", str(error)) or [("RankFailed", -1)]
-        # What eager or its packs do on one rank explains the others; what one finds alone, that they wait.
-        kind, at = min(said, key=lambda it: (int(it[1]), ORDER.get(it[0], 1)))
+        # What eager or its packs do on one rank explains the others.
+        kind, at = min(said, key=lambda it: (int(it[1]), it[0] not in FIRST))
         outcome = Outcome(failure=kind, text=str(error), at=int(at))
     outcome.seconds = time.monotonic() - start
     return outcome

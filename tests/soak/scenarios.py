@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from .events import EVENTS
-from .models import KINDS, draw_plugin
+from .models import KINDS, SHARES_PACKS, draw_plugin
 
 __all__ = ["Scenario", "draw"]
 
@@ -42,11 +42,12 @@ def draw(seed: int, num_events: int, ranks: int = 1) -> Scenario:
     kind = rng.choice([name for name, it in KINDS.items() if ranks == 1 or it.layouts])
     names = [name for name, it in EVENTS.items() if ranks == 1 or it.of_ranks]
     chosen = rng.choices(names, [EVENTS[name].weight for name in names], k=num_events)
+    layouts = sorted(KINDS[kind].layouts)
     return Scenario(
         seed=seed,
         kind=kind,
         scopes=rng.choice(KINDS[kind].scopes),
         plugin=draw_plugin(rng),
         events=tuple((name, EVENTS[name].draw(rng)) for name in chosen),
-        layout=rng.choice(sorted(KINDS[kind].layouts)) if ranks > 1 else "",
+        layout=rng.choices(layouts, [1 + 2 * (it in SHARES_PACKS) for it in layouts])[0] if ranks > 1 else "",
     )

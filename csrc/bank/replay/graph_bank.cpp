@@ -2,6 +2,7 @@
 #include "csrc/bank/replay/graph_bank.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <utility>
@@ -52,7 +53,10 @@ std::optional<EagerReason> reason_of_surroundings(bool training) {
   // Saved tensors are packed, or dropped and recomputed: a replay saves none, and a recompute that
   // replays nothing would save some.
   if (training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
-  if (has_dispatch_modes()) return EagerReason::kSignatureChanged;
+  // Tensors that are made in inference mode can be written nowhere else.
+  if (has_dispatch_modes() || c10::InferenceMode::is_enabled()) {
+    return EagerReason::kSignatureChanged;
+  }
   return std::nullopt;
 }
 
@@ -234,10 +238,12 @@ void GraphBank::run_eager_alike(int variant, int site, EagerReason reason) const
     why += ": " + NumericSettings::current(device_.type()).difference(variants_[variant].numerics);
   } else if (reason == EagerReason::kSignatureChanged && has_dispatch_modes()) {
     why += ": a dispatch mode";
+  } else if (reason == EagerReason::kSignatureChanged && c10::InferenceMode::is_enabled()) {
+    why += ": inference mode";
   } else if (reason == EagerReason::kRecomputing) {
     why += ": saved-tensor hooks";
   }
-  run_eager_alike_(variant, site, why);
+  run_eager_alike_(number_, variant, site, why);
 }
 
 void GraphBank::end() {

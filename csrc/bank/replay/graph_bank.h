@@ -59,8 +59,11 @@ struct GradientListener {
 
 // Where graphs hold collectives, a rank that ran eager alone would hang the others. So inside of a
 // step it says where it has to, and why; this returns once all have come to the same, or throws.
-// `site` is -1 for a whole micro-batch. Takes the GIL by itself.
-using RunEagerAlike = std::function<void(int variant, int site, const std::string& why)>;
+// `number` is the micro-batch's: a device may be late, and others ask in a later one already.
+// `site` is -1 for all of it, and -2 - i for its layer i where the host calls that one by itself.
+// Takes the GIL by itself.
+using RunEagerAlike =
+    std::function<void(int64_t number, int variant, int site, const std::string& why)>;
 
 class GraphBank {
  public:
@@ -119,6 +122,9 @@ class GraphBank {
     GraphBank& bank_;
   };
 
+  // The number of the micro-batch that comes next, among those of the step that the same ranks
+  // share.
+  void set_number(int64_t number) { number_ = number; }
   // Whether begin() would raise because somebody keeps a tensor of every slot: Note [Other
   // threads] in slot_ring.h.
   bool awaits_tensors() const {
@@ -194,6 +200,7 @@ class GraphBank {
   bool is_in_step_ = true;
   const bool poison_;
   const RunEagerAlike run_eager_alike_;
+  int64_t number_ = 0;  // of the micro-batch
 
   std::vector<std::vector<std::shared_ptr<const VariantGraphs>>> graphs_;  // [variant][slot]
   std::atomic<bool> is_replaying_{false};

@@ -188,7 +188,6 @@ class Changes:
         known on this rank.
         """
         bank, watch = self._captures.bank, self._captures.watch
-        can_capture = can_capture and not torch.is_inference_mode_enabled()
         has_memory, has_gradients = watch.has_memory(grad=False), watch.has_memory(grad=True)
         has_gradients = has_gradients and self.gradients_reason is None
         due: set[VariantKey] = set()

@@ -210,7 +210,8 @@ class GraphedModel:
 
     def run_as_given(self, batch: MicroBatch, table: Any, hidden_states: Tensor) -> None:
         """Has a micro-batch run as given whose layers are handed what no variant takes, and counts it."""
-        batch.reason = EagerReason.SIGNATURE_CHANGED
+        batch.reason, bank = EagerReason.SIGNATURE_CHANGED, self.captures.bank
+        bank.run_eager_alike(bank.variants.get(batch.key, -1), -1, batch.reason)
         batch.run_as_given(is_own_table=batch.is_own(table, hidden_states))
         self.dispatcher.count_eager(batch.reason)
 

@@ -134,8 +134,8 @@ class LayersOneByOne:
     """Stands in for the forward of each layer while one micro-batch runs.
 
     A layer replays, or runs eager on the canonical pack as its site or the decision says. A call with other
-    arguments than those of the capture runs as it was given, and `count_eager` counts it if the micro-batch
-    replays, in the `loop` of its variant.
+    arguments than those of the capture runs as it was given, if it does on all ranks that share the pack, and
+    is counted if the micro-batch replays, in the `loop` of its variant.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class LayersOneByOne:
         plan: BlockPlan,
         constants: Constants,
         loop: LayerLoop | None,
-        count_eager: Callable[[EagerReason], None],
+        bank: Bank,
     ) -> None:
         self._batch, self._plan, self._constants, self._loop = batch, plan, constants, loop
         self._before_site = loop.before_sites() if loop is not None and loop.before_sites else None
-        self._count_eager = count_eager
+        self._bank = bank
         # The rows that a layer handed out last, and all rows that they are a part of.
         self._cut: Tensor | None = None
         self._whole: Tensor | None = None
@@ -175,8 +175,10 @@ class LayersOneByOne:
         arguments = {name: value for name, value in kwargs.items() if name not in _NAMED}
         is_mamba = index in self._plan.mamba_layers
         if len(args) > 1 or not self._is_expected(is_mamba, kwargs, arguments):
+            bank, reason = self._bank, EagerReason.SIGNATURE_CHANGED
+            bank.run_eager_alike(bank.variants.get(self._batch.key, -1), -2 - index, reason)
             if self._loop is not None:
-                self._count_eager(EagerReason.SIGNATURE_CHANGED)
+                bank.count_eager(reason, calls=1)
             if kwargs.get("packed_seq_params") is self._batch.params:
                 is_own = self._batch.is_own(kwargs.get("rotary_pos_emb"), given)
                 kwargs["packed_seq_params"] = self._batch.given_params(is_own_table=is_own)

@@ -167,12 +167,13 @@ class Peers(HostGroup):
         """This rank's place among them."""
         return 0 if self.size == 1 else sorted(self._ranks()).index(distributed.get_rank())
 
-    def run_eager_alike(self, variant: int, site: int, why: str) -> None:
+    def run_eager_alike(self, number: int, variant: int, site: int, why: str) -> None:
         """Inside of a step, where this rank has to run eager: waits until all that share the pack have to.
 
         Raises `RuntimeError`, which says why, if they do not come to it as long as the job waits for a rank.
         """
-        own, here = distributed.get_rank(), [variant, -variant, site, -site]
+        own, asked = distributed.get_rank(), (number, variant, site)
+        here = [*asked, *(-each for each in asked)]
         ranks = self.same_pack()
         if self.run_other_packs:  # those of now, as the modules see them
             groups = groups_of_pack(self._model())
@@ -189,7 +190,7 @@ class Peers(HostGroup):
             raise self._alone(site, why)
 
     def _alone(self, site: int, why: str) -> RuntimeError:
-        what = "a micro-batch" if site < 0 else f"site {site} of one"
+        what = "a micro-batch" if site == -1 else f"site {site} of one" if site >= 0 else f"layer {-2 - site}"
         if changed := (self.what_changed() or str)():
             why += f"; changed: {changed}"
         return RuntimeError(

@@ -348,9 +348,8 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
     loop = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
     given["packed_seq_params"] = batch.params
     captures = graphs.captures
-    count_site = functools.partial(captures.bank.count_eager, calls=1)
     constants = captures.arguments[batch.key]
-    layers = LayersOneByOne(batch, captures.layers.plan, constants, loop, count_site)
+    layers = LayersOneByOne(batch, captures.layers.plan, constants, loop, captures.bank)
     try:
         with layers.shadowing():
             out = original(**given)
