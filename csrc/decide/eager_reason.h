@@ -34,9 +34,10 @@ enum class EagerReason : uint8_t {
   kReleased,
   kStateChanged,
   kVerifyFailed,
+  kExpertOverlap,
 };
 
-inline constexpr std::array<const char*, 24> kEagerReasonNames = {
+inline constexpr std::array<const char*, 25> kEagerReasonNames = {
     "DISABLED",
     "WARMING_UP",
     "NO_PACK_METADATA",
@@ -61,7 +62,8 @@ inline constexpr std::array<const char*, 24> kEagerReasonNames = {
     "RELEASED",
     "STATE_CHANGED",
     "VERIFY_FAILED",
+    "EXPERT_OVERLAP",
 };
-static_assert(kEagerReasonNames.size() == static_cast<size_t>(EagerReason::kVerifyFailed) + 1);
+static_assert(kEagerReasonNames.size() == static_cast<size_t>(EagerReason::kExpertOverlap) + 1);
 
 }  // namespace megagraph

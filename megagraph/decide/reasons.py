@@ -33,6 +33,7 @@ class EagerReason(enum.IntEnum):
     RELEASED = 21
     STATE_CHANGED = 22
     VERIFY_FAILED = 23
+    EXPERT_OVERLAP = 24
 
 
 # With what is the matter, in words.

@@ -73,6 +73,8 @@ class Plugin:
         self._retired: list[dict[str, Any]] = []
         self._retired_leases: dict[str, list[Lease]] = {}
         self._step_models: Sequence[nn.Module] = ()
+        # That was made last in the step of a micro-batch: patch/overlap.py.
+        self.last_pack: weakref.ref[Any] | None = None
         self.step_graphs: set[GraphedModel] = set()  # of the models whose step it is
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._around: weakref.WeakKeyDictionary[nn.Module, GraphedModel] = weakref.WeakKeyDictionary()

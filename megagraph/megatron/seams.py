@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,15 +21,16 @@ from megagraph.log import log
 __all__ = [
     *("ATTENTION_ROPE", "BLOCK_FORWARD", "DATA_AND_CONTEXT_GROUP", "DESTROY_MODEL_PARALLEL"),
     *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
-    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "HYBRID_FORWARD", "KEPT_BY_STACKS"),
-    *("HYBRID_STACK_FORWARD", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS", "MLA_ATTENTION"),
-    *("MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS", "PACK_GROUPS"),
-    *("PERMUTATION", "PERMUTED_ROWS", "PREDICTION_FORWARD", "ROUTER_FORWARD", "ROUTING", "SAVING_GROUP"),
-    *("SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam", "called_name", "check_core", "has_engine"),
-    *("has_mla", "hybrid_groups", "hybrid_seams", "is_engine_attention", "is_megatrons_rope"),
-    *("is_replaced", "made_in", "moe_metrics", "moe_records", "packs_say_documents"),
-    *("permutation_sorts", "replaced_choice", "replaced_rope", "router_losses_count_ranks"),
-    *("stand_in", "unfit"),
+    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "GPT_PLAN", "HYBRID_FORWARD"),
+    *("HYBRID_STACK_FORWARD", "KEPT_BY_STACKS", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS"),
+    *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS"),
+    *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD"),
+    *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
+    *("called_name", "check_core", "first_nodes", "has_engine", "has_mla", "hybrid_groups"),
+    *("hybrid_seams", "is_engine_attention", "is_megatrons_rope", "is_replaced", "made_in"),
+    *("moe_metrics", "moe_records", "packs_say_documents", "permutation_sorts"),
+    *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
+    *("router_losses_count_ranks", "stand_in", "unfit"),
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -111,6 +112,9 @@ _GPT = "megatron.core.models.gpt.gpt_model"
 _OF_MODELS = "input_ids position_ids attention_mask decoder_input labels packed_seq_params"
 _OF_BLOCKS = "hidden_states attention_mask rotary_pos_emb packed_seq_params"
 GPT_FORWARD = Seam(_GPT, "GPTModel.forward", _OF_MODELS)
+# Asked in place of the forward under expert-parallel overlap.
+GPT_PLAN = Seam(_GPT, "GPTModel.build_schedule_plan", f"{_OF_MODELS} padding_mask")
+PLANNED_STEP = Seam("megatron.core.pipeline_parallel.combined_1f1b", "combined_forward_backward_step")
 _GPT_PREPROCESS = Seam(_GPT, "GPTModel._preprocess", "input_ids position_ids decoder_input packed_seq_params")
 BLOCK_FORWARD = Seam("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _OF_BLOCKS)
 # Hybrid models since 0.18.
@@ -267,6 +271,21 @@ def permutation_sorts() -> bool:
     return "tokens_per_expert" in inspect.signature(PERMUTATION.function()).parameters
 
 
+def first_nodes(plan: Any) -> Iterator[tuple[Any, Any]]:
+    """Each layer of a schedule plan, with its node up to the dispatch: up to 0.16 that of attention."""
+    for index in range(plan.num_layers()):
+        of_layer = plan.get_layer(index)
+        yield of_layer.layer, getattr(of_layer, "pre_dispatch_computation", None) or of_layer.attn
+
+
+@functools.cache
+def plans_free_what_one_expert_reads() -> bool:
+    """Whether nodes free the rows of a rank with one expert before its backward, which raises: up to 0.16."""
+    module = importlib.import_module("megatron.core.models.gpt.fine_grained_callables")
+    frees = getattr(module, "should_free_input", None)
+    return frees is not None and "num_local_experts" not in inspect.signature(frees).parameters
+
+
 @functools.cache
 def router_losses_count_ranks() -> bool:
     """Whether a router's losses per token are multiplied by the number of ranks that share a pack.
@@ -372,7 +391,7 @@ _OF_ALL_MODELS = (
 _OF_SOME_MODELS = (
     *(PREDICTION_FORWARD, MLA_ROPE, MLA_QUERY_ROPE, MLA_KEY_ROPE, MLA_ATTENTION, MLP_FORWARD),
     *(ROUTER_FORWARD, ROUTING, _ROUTER_LOSSES, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
-    *(EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS),
+    *(EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS, GPT_PLAN, PLANNED_STEP),
 )
 
 

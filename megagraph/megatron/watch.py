@@ -88,9 +88,9 @@ IGNORED_ATTRIBUTES = frozenset(
     {
         # Which micro-batch runs: of use to fp8, which is refused, and to graphs of Megatron's own.
         *("is_first_microbatch", "current_microbatch"),
-        # What a call makes for the time until its backward.
+        # What a call, or the plan of a micro-batch, makes for the time until its backward.
         *("input_layernorm_checkpoint", "pre_mlp_norm_checkpoint", "activation_checkpoint"),
-        *("norm_out_checkpoint", "mlp_norm_manager"),
+        *("norm_out_checkpoint", "mlp_norm_manager", "backward_dw_wrapper"),
         # Whether a mixer's decoding has to look at its weights again.
         "_A_neg_exp_cache_stale",
         # How far YaRN's cosines go by now. Graphs read tables of their own (graphs/layer_arguments.py).

@@ -126,7 +126,7 @@ def _loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def forward(model: Any, micro: Micro, device: torch.device) -> tuple[Tensor, Any]:
-    """Calls the model on a micro-batch. Returns the losses and what reduces them."""
+    """Calls the model on a micro-batch, or makes its plan. Returns the losses and what reduces them."""
     tokens, labels, mask = (t.to(device) for t in micro.row_lists()[:3])
     padding = micro.padding_mask()
     losses = model(
@@ -162,8 +162,10 @@ def schedule(
 ) -> list[Tensor]:
     """The schedule over plain micro-batches. Returns the losses of each, a row a token."""
 
-    def forward_step(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
-        return forward(chunk, next(data), device)
+    def forward_step(
+        data: Iterator[Micro], chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Tensor, Any]:
+        return forward(chunk.build_schedule_plan if return_schedule_plan else chunk, next(data), device)
 
     results = run_schedule(model, forward_step, micros, count, forward_only=forward_only)
     return [result["losses"] for result in results]

@@ -145,7 +145,13 @@ def lose(*args: Any, **kwargs: Any) -> None:
 class _HostStream:
     """A stream and event of the host's, where everything runs in order."""
 
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
     def record_event(self) -> "_HostStream":
         return self
 
@@ -170,7 +176,11 @@ def experts_on_cpu() -> Iterator[None]:
             stream = _HostStream()
             stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream))
             stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
-            stack.enter_context(mock.patch.object(torch.cuda, "Stream", _HostStream))
+            for name in ("Stream", "Event"):
+                stack.enter_context(mock.patch.object(torch.cuda, name, _HostStream))
+            for name in ("range_push", "range_pop"):
+                stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *args: None))
+            stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *args: None))
             stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()))
         yield
 

@@ -53,7 +53,6 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"num_moe_experts": 4}, f"{OF_EXPERTS} in layers of a foreign kind"),
         ({"cpu_offloading": True}, "CPU activation offload"),
         ({"fine_grained_activation_offloading": True}, "fine-grained activation offload"),
-        ({"overlap_moe_expert_parallel_comm": True}, "expert-parallel overlap"),
         ({"qk_clip": True}, "clipping of attention's queries and keys"),
         ({"log_max_attention_logit": True}, "logging of attention's largest logit"),
         ({"mtp_num_layers": 1, **PIPELINE}, f"multi-token prediction {IN_STAGE}", PIPELINE),

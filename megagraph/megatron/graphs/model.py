@@ -70,6 +70,9 @@ class GraphedModel:
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._look_for_refusal(model, ddp)
+        model_config: Any = model.config
+        if self.refusal is None and model_config.overlap_moe_expert_parallel_comm:
+            log.warning("trains eager (EXPERT_OVERLAP): Megatron runs plans, which are not graphed yet")
         shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
         # Of capacities.
         self._learners = _ranks_of_experts(model) if self.dispatcher.needs_equal_rows else self.peers

@@ -24,6 +24,7 @@ from megagraph.megatron.seams import (
     called_name,
     has_mla,
     is_replaced,
+    plans_free_what_one_expert_reads,
     replaced_rope,
     unfit,
 )
@@ -54,7 +55,6 @@ _UNSUPPORTED: Sequence[_Option] = (
     ("use_kitchen", False, "quantization by Kitchen"),
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
-    ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
     ("qk_clip", False, "clipping of attention's queries and keys"),
     ("log_max_attention_logit", False, "logging of attention's largest logit"),
 )
@@ -67,6 +67,11 @@ _EXPERTS_UNSUPPORTED: Sequence[_Option] = (
 _EQUAL_ROWS_UNSUPPORTED: Sequence[_Option] = (
     ("tensor_model_parallel_size", 1, "over several ranks that need equal rows, with tensor parallelism"),
     ("mtp_num_layers", 0, "over several ranks that need equal rows, with multi-token prediction"),
+)
+# What Megatron's nodes do not do as its layers do, or do not do at all.
+_OVERLAP_UNSUPPORTED: Sequence[_Option] = (
+    ("mtp_num_layers", 0, "with multi-token prediction"),
+    ("moe_pad_expert_input_to_capacity", False, "with experts that are padded to a capacity"),
 )
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
@@ -162,6 +167,8 @@ def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
     """What graphs do not support yet, in words; whoever asks stops at the first thing."""
     config, block = model.config, model.decoder
     yield from _other_options(config, _UNSUPPORTED)
+    if config.overlap_moe_expert_parallel_comm:
+        yield from _unsupported_overlap(config, block, options)
     if config.hybrid_context_parallel and not options.cp_sizes:
         yield f"{_set('hybrid context parallelism', config, 'hybrid_context_parallel')} without cp_sizes"
     if getattr(getattr(ddp, "ddp_config", None), "use_megatron_fsdp", False):
@@ -194,6 +201,19 @@ def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
                 yield _set(f"{what} with pipeline parallelism", config, "pipeline_model_parallel_size")
     if has_experts(config):
         yield from _unsupported_experts(config, block)
+
+
+def _unsupported_overlap(config: Any, block: Any, options: GraphConfig) -> Iterator[str]:
+    """What of a model cannot be trained under expert-parallel overlap, or not as without it."""
+    overlap = "expert-parallel overlap "
+    yield from _other_options(config, _OVERLAP_UNSUPPORTED, overlap)
+    if options.cp_sizes:
+        yield f"{overlap}with cp_sizes"
+    if config.num_moe_experts == config.expert_model_parallel_size and plans_free_what_one_expert_reads():
+        yield _set(f"{overlap}with one expert a rank", config, "expert_model_parallel_size")
+    if getattr(block, "final_layernorm", None) is not None and experts_of(block.layers[-1]) is None:
+        what = f"{overlap}with a dense layer as the last, behind which Megatron leaves out the final norm"
+        yield _set(what, config, "overlap_moe_expert_parallel_comm")
 
 
 def _unsupported_pattern(block: Any) -> Iterator[str]:

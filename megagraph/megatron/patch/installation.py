@@ -16,7 +16,7 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
-from megagraph.megatron.patch import experts, forwards, inside_layers
+from megagraph.megatron.patch import experts, forwards, inside_layers, overlap
 from megagraph.megatron.plugin import Plugin
 from megagraph.report import check_target, path_of_stage, report_text, write_report
 
@@ -52,6 +52,8 @@ def _wrap_all(plugin: Plugin) -> None:
     for schedule in seams.SCHEDULES:
         _wrap(schedule, plugin.schedule)
     _wrap(seams.GPT_FORWARD, *of_models)
+    _wrap(seams.GPT_PLAN, of(overlap.wrap_plan))
+    _wrap(seams.PLANNED_STEP, of(overlap.wrap_step))
     _wrap(seams.BLOCK_FORWARD, of(forwards.wrap_block_forward), block_call)
     if (hybrid := seams.hybrid_seams()) is not None:
         model, stack = hybrid

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that train under expert-parallel overlap: known, counted, with the bits of training without it."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import megatron_rig as rig
+import moe_rig
+import parallel_jobs
+import pytest
+import torch
+from megatron_rig import Micro
+from moe_rig import ExpertTrainer
+from same_bits import assert_same_bits
+from streams import make_groups, seeded
+from torch import distributed
+from worlds import on_ranks
+
+from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.megatron.seams import plans_free_what_one_expert_reads
+
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
+
+COUNTS = (3, 1, 4, 2)  # micro-batches of each step
+CALLS = rig.LAYERS  # in each micro-batch
+EVALUATED = 3
+
+
+class Descent:
+    """An optimizer that takes bfloat16 on the CPU, as Megatron's does not."""
+
+    def __init__(self, chunk: Any) -> None:
+        self._parameters = [*chunk.parameters()]
+
+    def zero_grad(self) -> None: ...
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self._parameters:
+                parameter -= 0.05 * parameter.main_grad
+
+
+class OverlapTrainer(ExpertTrainer):
+    """Overlap demands half precision.
+
+    In it, means over rows that the router logs of its z-loss round otherwise over a canonical pack's.
+    """
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(bf16=True, moe_z_loss_coeff=None, **changes)
+
+    def make_optimizer(self) -> Any:
+        return Descent(self.chunk)
+
+
+def steps_of(rank: int) -> list[list[Micro]]:
+    """Packs of this rank's own; one has a mask in two, and on rank 1 the last fits no capacity."""
+    shapes, steps = parallel_jobs.SHAPES, []
+    for count in COUNTS:
+        numbers = range(len(steps) * 4, len(steps) * 4 + count)
+        steps.append(
+            [
+                Micro(
+                    lengths=shapes[(it + 3 * rank) % len(shapes)],
+                    seed=50 * rank + it,
+                    mask_seed=it if it % 2 else None,
+                )
+                for it in numbers
+            ]
+        )
+    if rank == 1:
+        steps[-1][-1] = Micro(lengths=parallel_jobs.MISFIT)
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@on_ranks(2)
+@moe_rig.experts_on_cpu()
+def test_training_with_overlap_has_the_bits_of_training_without(mode: str) -> None:
+    """Bugs: such a model was in no report, and Megatron's nodes route rows that its mask names."""
+    rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
+    make_groups(**sizes)
+    train = partial(
+        rig.train, steps=steps_of(rank), make=seeded(OverlapTrainer), evaluate_at=(1, 2, 3), **sizes
+    )
+    config = partial(rig.graph_config, cuda_graph_modules=("attn", "moe_router"))
+    without = train(config(mode="eager"))
+    overlapped = train(config(mode=mode), overlap_moe_expert_parallel_comm=True)
+    assert_same_bits(without, overlapped)
+    report, evaluated = overlapped.report, EVALUATED * COUNTS[0]
+    misfits = {"TOO_MANY_SEQUENCES": CALLS} if rank == 1 else {}
+    trained = (sum(COUNTS) - len(misfits)) * CALLS
+    assert report["failures"] == []
+    if mode == "eager":
+        assert report["eager"] == {"DISABLED": trained + evaluated * CALLS, **misfits}
+        return
+    assert report["eager"] == {"EXPERT_OVERLAP": trained, "WARMING_UP": COUNTS[0] * CALLS, **misfits}
+    assert report["replays"] == (evaluated - COUNTS[0]) * CALLS
+
+
+@pytest.fixture
+def trainer(install: rig.Install, experts: None) -> Iterator[Any]:
+    """A model whose schedule makes plans, though its experts are on one rank."""
+    install()
+    trainer = ExpertTrainer()
+    trainer.chunk.config.overlap_moe_expert_parallel_comm = True
+    return trainer
+
+
+def ask_for_plan(trainer: Any, hold: Callable[[], Any], **further: Any) -> None:
+    """A step that asks for the plan of a micro-batch without its pack, while it holds something."""
+
+    def forward_step(*args: Any, **options: Any) -> None:
+        held = hold()
+        tokens, labels, _mask, positions = (rows[None] for rows in rig.ONE.row_lists())
+        lists = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+        trainer.chunk.build_schedule_plan(**{"attention_mask": None, **lists, **further})
+        raise InterruptedError(held)
+
+    rig.run_schedule(trainer.model, forward_step, [], 1)
+
+
+def test_a_pack_that_the_step_makes_and_leaves_out_of_its_plan_is_an_error(trainer: Any) -> None:
+    """As Megatron's own script does. Each document would attend to all, and nothing would say so."""
+    said = r"build_schedule_plan\(..., packed_seq_params=packed_seq_params\)$"
+    with pytest.raises(ValueError, match=said):
+        ask_for_plan(trainer, lambda: rig.ONE.params(trainer.device))
+    assert rig.report_of(trainer)["calls"] == 0
+
+
+def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: Any) -> None:
+    """A pack is of another micro-batch, of other rows, or gone; or a mask stands for it."""
+    make, kept = partial(rig.ONE.params, trainer.device), list[Any]()
+    with pytest.raises(ValueError, match="expected packed_seq_params"):
+        ask_for_plan(trainer, lambda: kept.append(make()))
+    for hold, mask in (
+        (lambda: kept, None),
+        (lambda: rig.TWO.params(trainer.device), None),
+        (lambda: bool(make()), None),
+        (make, torch.ones(1)),
+    ):
+        with pytest.raises(InterruptedError):
+            ask_for_plan(trainer, hold, attention_mask=mask)
+    assert rig.report_of(trainer)["eager"] == {"NO_PACK_METADATA": 4 * CALLS}
+
+
+def test_another_model_runs_on_a_canonical_pack_inside_of_the_step(trainer: Any) -> None:
+    """Bug: what a pack's class takes was asked of the function that stood in for its constructor."""
+    other = ExpertTrainer()
+
+    def run_other() -> None:
+        with torch.no_grad():
+            rig.forward(other.model, rig.ONE, trainer.device)
+
+    with pytest.raises(InterruptedError):
+        ask_for_plan(trainer, run_other)
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "said"),
+    [
+        ("E-", {}, "expert-parallel overlap with a dense layer as the last, behind which"),
+        (
+            "EE",
+            {"mtp_num_layers": 1},
+            "expert-parallel overlap with multi-token prediction (mtp_num_layers=1)",
+        ),
+        (
+            "EE",
+            {"moe_pad_expert_input_to_capacity": True},
+            "expert-parallel overlap with experts that are padded",
+        ),
+        ("EE", {"expert_model_parallel_size": 4}, "expert-parallel overlap with one expert a rank"),
+    ],
+)
+def test_what_plans_do_otherwise_is_refused_by_name(
+    make: str, config: dict[str, Any], said: str, experts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = ExpertTrainer(make).chunk
+    for option, value in {"overlap_moe_expert_parallel_comm": True, **config}.items():
+        assert (refusal_of(chunk, None) is None) or make == "E-"
+        monkeypatch.setattr(chunk.config, option, value)
+    if "expert_model_parallel_size" in config and not plans_free_what_one_expert_reads():
+        assert refusal_of(chunk, None) is None
+    else:
+        assert rig.refused(chunk).startswith(said)
