@@ -83,8 +83,6 @@ void bind_dispatch(py::module_& m) {
         py::arg("by_token") = false);
   m.def("is_canonical", &is_canonical, py::arg("offsets"));
   m.def("is_by_token", &is_by_token, py::arg("offsets"));
-  m.def("with_canonical_mark", &with_canonical_mark, py::arg("params"), py::kw_only(),
-        py::arg("by_token") = false);
   m.def("without_ranks", &without_ranks, py::arg("params"));
   m.def("with_tail_as_document", &with_tail_as_document, py::arg("params"), py::arg("rows"));
   py::class_<ShownRanks>(m, "ShownRanks").def("put_back", &ShownRanks::put_back);

@@ -187,8 +187,7 @@ bool ModuleWatch::is_current() {
   };
   // Parameters are there as long as no module has changed.
   return std::all_of(modules_.begin(), modules_.end(), is_known) && hooks_of_all_.are_current() &&
-         (kCanTellDictEvents ||
-          std::all_of(parameters_.begin(), parameters_.end(), has_its_main_grad));
+         std::all_of(parameters_.begin(), parameters_.end(), has_its_main_grad);
 }
 
 // Other attributes change in each step.

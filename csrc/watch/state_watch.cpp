@@ -115,10 +115,7 @@ struct StateWatch::Owner {
       return;
     }
     const py::object object = referent(reference.ptr());
-    if (!object) {
-      *has_changed = !kCanTellDictEvents;  // nothing is left to be watched
-      return;
-    }
+    if (!object) return;  // nothing is left to be watched
     if (kind == Kind::kClass) {
       tag = tag_of(object);
       return;

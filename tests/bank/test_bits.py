@@ -56,7 +56,8 @@ def test_distances_of_numbers_of_any_kind_and_of_what_is_none() -> None:
 
 
 def test_a_negative_zero_has_a_bit_and_so_have_complex_numbers() -> None:
-    assert not has_bits(torch.zeros(3)) and has_bits(torch.tensor([0.0, -0.0]))
+    for dtype in (torch.float8_e5m2, torch.float16, torch.float32, torch.float64):
+        assert not has_bits(torch.zeros(3).to(dtype)) and has_bits(torch.tensor([0.0, -0.0]).to(dtype))
     found = misfit([torch.zeros(3)], torch.tensor([0.0, -0.0, 0.0]))
     assert found is not None and found.off == found.spread == 0.0
     nan = torch.tensor([complex(NAN, 1.0)])
@@ -178,6 +179,16 @@ def test_many_entries_that_no_run_moves_may_not_move_even_by_a_rounding() -> Non
     assert misfit(runs, run()) is None and misfit(runs, moved) is not None
 
 
+def test_neither_what_is_no_number_nor_what_early_runs_have_moved_excuses_moves() -> None:
+    exact = torch.rand(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)) + 1
+    early, moved = exact.clone(), exact.clone()
+    for run, places in ((early, (3, ...)), (moved, (9, slice(100)))):
+        run[places] = torch.nextafter(run[places], torch.tensor(INF))
+    littered = [exact.index_fill(0, torch.tensor(row), NAN) for row in range(5)]
+    for runs in (littered, [exact, early, *[exact] * 3]):
+        assert misfit(runs, exact) is None and misfit(runs, moved) is not None
+
+
 def test_where_runs_are_alike_one_more_is_like_them_bit_by_bit() -> None:
     run = torch.randn(ROWS, COLUMNS)
     other = run.clone()
@@ -208,6 +219,9 @@ def test_where_runs_are_alike_one_more_is_like_them_bit_by_bit() -> None:
         ([[INF, 5.0], [INF, 5.0]], 0.0, [[INF, 5.0]], [[1.0, 5.0], [-INF, 5.0], [NAN, 5.0]]),
         ([[NAN, 5.0], [1.0, 5.0], [INF, 5.0]], INF, [[NAN, 5.0], [INF, 5.0]], [[2.0, 5.0], [-INF, 5.0]]),
         ([[INF, 2.0], [INF, 3.0]], 1.0, [[INF, 2.5]], [[1.0, 2.5]]),
+        ([[1.0], [1.125]], 0.125, [[1.4375]], [[1.625]]),  # four times its own spread
+        # Twice that of one that is smaller.
+        ([[1.0, 8.0], [1.5, 8.125]], 0.5, [[1.25, 8.75]], [[1.25, 9.5]]),
         # Zeros of either sign are one where runs have both.
         ([[0.0, 1.0], [-0.0, 1.0]], 0.0, [[-0.0, 1.0]], [[-0.0, 1.0 + 2**-10]]),
         # Whole numbers are compared beyond what doubles hold.
@@ -244,4 +258,5 @@ def test_a_long_row_is_judged_in_parts() -> None:
 def test_runs_of_several_shapes_or_types_excuse_nothing(strange: Tensor) -> None:
     runs = [torch.tensor([1.0, 2.0]), strange, torch.tensor([1.0, 2.0])]
     assert apart(runs) == INF
-    assert misfit(runs, torch.tensor([7.0, 8.0])) is not None
+    for other in ([7.0, 8.0], [1.0, 2.0]):
+        assert misfit(runs, torch.tensor(other)) is not None

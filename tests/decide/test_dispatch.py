@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,11 +33,14 @@ def dispatcher(
     bank: Mapping[int, Sequence[Capacity]] = {}, *, eager: Mapping[Any, EagerReason] = {}, **options: Any
 ) -> _C.Dispatcher:
     """Of a model without layers, which is in one state, and of which some variants stay `eager`."""
+    asks = options.pop("asks", None)  # other ranks
     made = _C.Dispatcher(**options)
     made.set_capacities(bank)
     watch = _C.ModuleWatch(list, list, ())
     watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool))
-    core = _C.GraphBank(torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, run_eager_alike=None)
+    core = _C.GraphBank(torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, run_eager_alike=asks)
+    for state in (_C.BankState.CAPTURING, _C.BankState.SEALED):
+        core.become(state)
     made.use(core, {}, eager, watch)
     made.states.agree(made.states.local_state(0, watch.state(True), 0))
     return made
@@ -161,7 +165,7 @@ def test_packs_whose_positions_may_go_on_from_document_to_document_have_no_graph
     """Of 8 rows on each rank, where a rotary table has the rows of the longest document."""
     pack = pack_of(PackShape(8, num_seqs, 1), **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max_seqlen))
     for depends in (True, False):
-        made = dispatcher(depends_on_longest=depends, cuts_tables=are_cut, cp_size=cp_size)
+        made = dispatcher(depends_on_longest=depends, cuts_tables=are_cut, cp_size=cp_size, extra_seqs=1)
         found = enter(made, pack, 8)
         assert (found is EagerReason.SIGNATURE_CHANGED) == (depends and goes_on)
 
@@ -276,6 +280,8 @@ def test_packs_are_observed_until_there_are_capacities() -> None:
     assert batch.capacity is None and batch.reason is EagerReason.WARMING_UP
     assert batch.sources[-1] is MASK  # what graphs are verified on is to have it, too
     assert made.observed == {PackShape(6, 2, 4)}
+    assert made.eager_reason(None, 6, True) is EagerReason.NO_PACK_METADATA
+    assert dispatcher(needs_equal_rows=True).eager_reason(None, 6, True) is None  # others may read theirs
 
 
 def test_ranks_that_need_equal_rows_pad_what_no_capacity_holds() -> None:
@@ -297,6 +303,35 @@ def began(made: _C.Dispatcher, batch: _C.MicroBatch, reason: EagerReason) -> Eag
     batch.reason = reason
     assert not made.begin(batch)
     return batch.reason
+
+
+def test_what_other_ranks_may_not_know_of_inside_of_a_step_is_asked_of_them() -> None:
+    """Whether a micro-batch that has no graph here may be one that others replay."""
+    moved, disabled, warming_up = EagerReason.ADDRESS_MOVED, EagerReason.DISABLED, EagerReason.WARMING_UP
+    full, failed = EagerReason.NO_FREE_SLOT, EagerReason.CAPTURE_FAILED
+    key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)  # type: ignore[arg-type]
+    for reason, run_alike, kept, grad, is_elsewhere, is_asked in (
+        (full, True, (None, None), True, False, False),  # all have as many passes in flight
+        (full, False, (None, None), True, False, True),
+        (EagerReason.TOO_MANY_SEQUENCES, True, (None, None), True, False, False),  # of one pack
+        (disabled, True, (None, None), True, False, True),
+        (warming_up, True, (None, None), True, False, True),
+        (warming_up, True, (moved, None), True, False, False),
+        (warming_up, True, (None, moved), True, False, False),
+        (warming_up, True, (None, moved), False, False, True),
+        (failed, True, (None, None), True, False, False),
+        (failed, True, (None, None), True, True, True),  # in a state in which others may have graphs
+    ):
+        asks, eager = mock.Mock(), {key: failed} if reason is failed else {}
+        # Packs of one capacity that cannot run as given, so that each is a micro-batch.
+        made = dispatcher(BANK, eager=eager, asks=asks, ranks=2, run_alike=run_alike, depends_on_longest=True)
+        made.keep_eager(*kept)
+        if is_elsewhere:
+            made.states.agree(made.states.local_state(0, 99, 0))
+        with torch.set_grad_enabled(grad):
+            batch = entered(made, PACK, 6)
+        assert batch.is_as_given is (reason is failed and not is_elsewhere)
+        assert began(made, batch, reason) is reason and asks.called is is_asked
 
 
 def test_settings_that_change_in_a_step_are_due_afterwards() -> None:

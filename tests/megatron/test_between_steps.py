@@ -11,6 +11,7 @@ import megatron_rig as rig
 import pytest
 import torch
 from host_rig import FULL, frozen_model
+from parallel_jobs import SeesOps
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -158,6 +159,15 @@ def test_a_model_called_before_its_first_step_loses_no_graph(pair: rig.Pair) -> 
     pair.step(rig.ONE, times=3)
     reports = megagraph.reports()
     assert max(report["replays"] for report in reports) == 2 * rig.LAYERS
+
+
+def test_nothing_is_captured_under_somebodys_mode(pair: rig.Pair) -> None:
+    """It would be part of the graphs."""
+    for mode, graphs in ((nullcontext(), 0), (SeesOps(), 0), (nullcontext(), 2 * rig.LAYERS)):
+        with mode:
+            pair.step(rig.ONE)
+        assert pair.report()["graphs"] == graphs
+    assert pair.report()["failures"] == []
 
 
 # -- loops that are not one schedule call a step ---------------------------------------------------

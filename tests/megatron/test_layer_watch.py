@@ -101,6 +101,18 @@ def test_an_attribute_that_raises_is_no_missing_one() -> None:
         Watched(module)
 
 
+def test_a_gradient_that_a_parameter_computes_is_asked_for_each_time() -> None:
+    class Computes(nn.Parameter):
+        main_grad = property(lambda self: grads[-1])
+
+    module, grads = nn.Linear(3, 3, bias=False), [torch.zeros(3, 3)]
+    module.weight = Computes(torch.zeros(3, 3))
+    watched = Watched(module)
+    assert [watched.look() for _ in range(2)] == [None] * 2
+    grads.append(torch.zeros(3, 3))
+    assert watched.look() is EagerReason.ADDRESS_MOVED and watched.watch.have_only_gradients_moved
+
+
 class Owner(nn.Module):
     """Has one of everything that the hashes cover."""
 
@@ -111,7 +123,7 @@ class Owner(nn.Module):
         self.nothing = nn.Identity()
         self.own = nn.Parameter(torch.zeros(3))
         self.register_buffer("scale", torch.ones(3))
-        self.register_buffer("cos_cached", torch.ones(3))
+        self.inner.register_buffer("cos_cached", torch.ones(3))
         with_main_grads(self)
 
 
@@ -126,6 +138,11 @@ def _given_others(owner: Any) -> None:
     owner.norm.__dict__ = vars(nn.LayerNorm(3))
 
 
+def _given_another_gradient(owner: Any) -> None:
+    KEPT.append(vars(owner.inner.bias))
+    owner.inner.bias.__dict__ = {"main_grad": torch.zeros(3)}
+
+
 KEPT: list[Any] = []
 DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a parameter replaced": (lambda it: setattr(it.inner, "weight", nn.Parameter(torch.zeros(3, 3))), _MOVED),
@@ -136,6 +153,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a parameter less": (lambda it: setattr(it.norm, "bias", None), _MOVED),
     "a gradient replaced": (lambda it: setattr(it.inner.bias, "main_grad", torch.zeros(3)), _MOVED),
     "a gradient in other memory": (lambda it: _moved(it.inner.bias.main_grad), _MOVED),
+    "a gradient in another dictionary, which lives on": (_given_another_gradient, _MOVED),
     "a gradient taken away": (lambda it: delattr(it.norm.bias, "main_grad"), _MOVED),
     "a hook on a gradient": (lambda it: it.norm.bias.register_hook(lambda grad: grad), _HOOK),
     "a hook after adding": (lambda it: it.own.register_post_accumulate_grad_hook(lambda _: None), _HOOK),
@@ -193,6 +211,7 @@ def test_gradients_without_memory_are_away_and_have_not_moved() -> None:
     for _ in range(2):
         assert watched.look() is None and watched.watch.are_gradients_away
         assert not watched.watch.have_only_gradients_moved
+        watched.watch.expect_memory(grad=False)  # an evaluation was captured meanwhile
     owner.add_module("further", nn.Identity())
     assert watched.look() is EagerReason.PARAMETERS_CHANGED and watched.watch.are_gradients_away
     watched.watch.forget_gradients()
@@ -223,7 +242,7 @@ def test_a_gradient_beside_main_grad_is_noticed_and_changes_nothing() -> None:
 
 
 UNREAD: dict[str, Callable[[Any], object]] = {
-    "yarn's cosines": lambda owner: setattr(owner, "cos_cached", torch.ones(7)),
+    "yarn's cosines": lambda owner: setattr(owner.inner, "cos_cached", torch.ones(7)),
     "a parameter of the module itself": lambda owner: _moved(owner.own),
     "its memory": lambda owner: owner.own.untyped_storage().resize_(0),
     "its gradient": lambda owner: _moved(owner.own.main_grad),

@@ -190,3 +190,7 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "RNG_NOT_GRAPH_SAFE": 2 * 2}
     assert tracker.states_["test"].unique().tolist() == [3 * 2]
+    pair.graphed.chunk.decoder.layers[2].note = pair.eager.chunk.decoder.layers[2].note = "other"
+    pair.step(rig.ONE, times=2)
+    # Nothing of the layer that is no part of it any more.
+    assert pair.report()["states"] == ["the first one", "layer 2: note nothing -> 'other'"]

@@ -66,6 +66,7 @@ def check_share(pack: Any, batch: MicroBatch, lengths: list[int], limits: Schedu
     positions = torch.cat([torch.arange(num) for num in padded])
     assert torch.equal(batch.position_ids.cpu(), positions[indices][None])
     assert params.cu_seqlens_q.diff().tolist() == [lengths[i] for i in documents]
+    assert params.max_seqlen_q == params.max_seqlen_kv == max(padded)
     bounds_in_pack = params.cu_seqlens_q_padded
     if limits.cp_sizes == (1,) and limits.alignment == 1:
         assert bounds_in_pack is None

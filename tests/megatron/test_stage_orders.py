@@ -222,6 +222,30 @@ def test_as_many_micro_batches_replay_as_there_are_slots(order: str, slots: int)
         assert eager_calls == STEPS * LAYERS
 
 
+def test_a_slot_that_somebody_holds_leaves_the_others_and_holds_captures_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = Pair(plugin={"cuda_graph_slots": 2})
+    pair.step(*_micros(0), times=2)
+    trainer = pair.graphed
+    trainer.zero_grad()
+    held: list[Any] = []
+    handle = trainer.chunk.decoder.register_forward_hook(lambda _block, _args, out: held.append(out))
+    forward(trainer.model, _micros(1)[0], trainer.device)
+    handle.remove()
+    before = pair.report()["replays"]
+    pair.step(*_micros(2))
+    assert held and pair.report()["replays"] == before + 3 * LAYERS
+    graphs = []
+    for is_held in (True, True, True, False):
+        if not is_held:
+            held.clear()
+        pair.evaluate(*_micros(2))
+        graphs.append(pair.report()["graphs"])
+    assert graphs == [2 * 2 * LAYERS] * 3 + [3 * 2 * LAYERS]
+    assert caplog.text.count("capture waits: ") == 1
+
+
 @pytest.mark.gpu
 def test_each_slot_has_memory_of_its_own(install: Install) -> None:
     """Of what is kept for a backward; what is temporary all of them share."""

@@ -140,6 +140,9 @@ class CallableOptions(Options):
         return self.scale
 
 
+ONE = nn.Identity()
+
+
 class Lower(Layer):
     """Has its methods from above, a value of each kind, and what adapters keep on their class."""
 
@@ -151,7 +154,7 @@ class Lower(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.scripted = torch.jit.script(nn.Linear(3, 3))
-        self.yes, self.no, self.one, self.other = True, False, nn.Identity(), nn.Tanh()
+        self.yes, self.no, self.one, self.other = True, False, ONE, nn.Tanh()
         self.options, self.slots = SimpleNamespace(scale=1.0, names=["a"]), SlotOptions()
         self.table = {
             "counter": 1,
@@ -209,6 +212,7 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
     "a container": (*adds(lambda it: it.names), False),
     "an attribute taken out": (lambda it: delattr(it, "scale"), lambda it: setattr(it, "scale", 1.0), True),
     "two values": (lambda it: swap(it, "yes", "no"), lambda it: swap(it, "no", "yes"), True),
+    "another child": (*sets("one", ONE, nn.Identity()), True),
     "two children": (lambda it: swap(it, "one", "other"), lambda it: swap(it, "other", "one"), True),
     # Written in no dictionary.
     "another class": (*sets("__class__", Lower, Lowest), False),
@@ -246,11 +250,14 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
     **{f"a {kind} of its own": (*hooks(kind, lambda it: it), True) for kind in HOOKS},
     **{f"a {kind} of all": (*hooks(kind, lambda it: TORCHS, "register_module_"), True) for kind in HOOKS},
     "forward of a class above": (*sets("forward", Layer.forward, abs, lambda it: Layer), True),
-    "gain of a class above": (
-        lambda it: setattr(Layer, "gain", 2.0),
-        lambda it: delattr(Layer, "gain"),
-        True,
-    ),
+    **{
+        f"{name} of a class above": (
+            partial(lambda name, it: setattr(Layer, name, 2.0), name),
+            partial(lambda name, it: delattr(Layer, name), name),
+            True,
+        )
+        for name in ("gain", "__call__")
+    },
     # Bug: a registry, or options that all layers share, were read once, whatever came later.
     "a dictionary of a class": (*updates(lambda it: it.flags, "merged", 0, 1), True),
     "an inner dictionary of a class": (*updates(lambda it: it.flags["inner"], "rank", 0, 1), True),
@@ -262,7 +269,8 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
 
 def check(layer: Any, do: Do, undo: Do, is_seen_at_once: bool = True) -> None:
     """A change of a layer is another state, and taken back the same one."""
-    watch = watch_of([layer, Layer()], left_out=["counter"])
+    modules = [layer, Layer()]  # kept: for one that is gone each call looks at everything
+    watch = watch_of(modules, left_out=["counter"])
     before = watch.now(True)
     layer.counter += 1  # which is left out
     assert watch.now(True) == before
@@ -279,7 +287,24 @@ def test_a_change_is_another_state_and_taken_back_the_same_one(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TORCHS, "_global_is_full_backward_hook", None)  # which stays when a hook goes
-    check(Lower(), *CHANGES[what])
+    layer, without = Lower(), Lower()
+    check(layer, *CHANGES[what])
+    if what not in ("another dictionary", "the mode of a scripted module"):
+        del without.scripted  # for which each call looks at everything
+        check(without, *CHANGES[what])
+
+
+def test_a_class_that_a_module_is_given_is_followed_from_then_on() -> None:
+    layer = Lower()
+    del layer.scripted
+    watch = watch_of([layer])
+    watch.now(True)
+    layer.__class__, layer.scale = Lowest, 2.0
+    watch.now(False)  # which reads it for its other value
+    before = watch.now(True)
+    Lowest.gain = 2.0  # type: ignore[attr-defined]
+    assert watch.now(False) != before
+    del Lowest.gain  # type: ignore[attr-defined]
 
 
 class Choice(enum.Enum):
