@@ -131,6 +131,7 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("capacity", [](const MicroBatch& own) { return own.key().capacity; })
       .def_property_readonly("tokens", &MicroBatch::tokens)
       .def_property("reason", &MicroBatch::reason, &MicroBatch::set_reason)
+      .def_property_readonly("is_due", &MicroBatch::is_due)
       .def_property_readonly("params", &MicroBatch::params)
       .def_property_readonly("sources", &MicroBatch::sources)
       .def_property_readonly("mask", &MicroBatch::mask)

@@ -33,6 +33,7 @@ void bind_watch(py::module_& m) {
       .def("expect_hooks", &ModuleWatch::expect_hooks)
       .def("expect_memory", &ModuleWatch::expect_memory, py::kw_only(), py::arg("grad"))
       .def("forget_gradients", &ModuleWatch::forget_gradients)
+      .def("is_as_expected", &ModuleWatch::is_as_expected)
       .def("difference", &ModuleWatch::difference, py::arg("of_hooks"))
       .def("set_state", &ModuleWatch::set_state, py::arg("state"))
       .def("state", &ModuleWatch::state, py::arg("whole"))

@@ -15,6 +15,7 @@
 
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/pack_reader.h"
+#include "csrc/torch/nodes.h"
 #include "csrc/torch/numerics.h"
 #include "csrc/torch/python_tensors.h"
 
@@ -182,7 +183,7 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   // All of these are on canonical packs; but of several ranks one alone may skip graphs.
   const bool is_reference =
       options_.is_eager || rules_->needs_equal_rows || (is_skipped && options_.ranks == 1);
-  bool has_no_graph = false;
+  bool has_no_graph = false, is_due = false;
   if (!found.capacity) {
     observed_.insert(found.shape);
     reason = EagerReason::kWarmingUp;
@@ -191,10 +192,11 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
     // Another rank may be in another state, and replay: its collectives are of as many rows.
     has_no_graph = why != eager_variants_.end() && (options_.ranks == 1 || is_state_agreed(key));
     if (has_no_graph && !is_skipped) reason = why->second;
+    is_due = !reason && options_.ranks == 1 && due_.due().count(kind) != 0 && !is_in_backward();
   }
   auto batch = std::make_unique<MicroBatch>(
       rules_, packs_of(key), groups_.empty() ? params : without_ranks(params), tokens, reason,
-      pack_sources(params, found.form, cp_size));
+      pack_sources(params, found.form, cp_size), is_due);
   if (!found.capacity && has_mask && !mask.is_none()) batch->replace_mask(tensor_of(mask.ptr()));
   if (has_no_graph && !(are_megatrons && batch->run_as_given(*reason))) {
     return python_reason(reason);

@@ -11,6 +11,17 @@
 // A dispatcher lives as long as its model. Its bank goes when a change releases it, and another one
 // comes (`use()`); states and what is due go on.
 //
+// What no step begins with is captured inside: a reference without adapters beside its policy, a
+// pass in evaluation mode, a frozen model in another one's step. A micro-batch without a graph,
+// whose kind an earlier step has held, says that it is due, and begins with a boundary of its own
+// where these hold; else it stays eager:
+// - no slot is held, so that no backward of graphs is to come. What an eager one needs is put back
+//   as after any capture: accumulators, gradients, versions;
+// - nothing that graphs rely on has changed but the state: whatever such a change is due waits;
+// - no rank has to agree, nor awaits rows, as in a pipeline: one may have posted a receive that
+//   only this call's rows can answer, and a capture waits for the device;
+// - no backward and no capture runs.
+//
 // Rotary positions begin anew in each document of a canonical pack. So packs run as given in which
 // Megatron's unfused RoPE may go on from document to document.
 #pragma once
@@ -81,8 +92,8 @@ class Dispatcher {
   bool is_by_token() const { return rules_->freqs != nullptr; }
   // What `BatchRules` say of them; None where tables have a row for each position.
   pybind11::object freqs() const { return rules_->freqs ? *rules_->freqs : pybind11::none(); }
-  // Why the model takes no graph at all.
-  void refuse(EagerReason reason) { refused_ = reason; }
+  // Why the model takes no graph at all; none where it does.
+  void refuse(std::optional<EagerReason> reason) { refused_ = reason; }
   // Why every micro-batch of the running step runs eager, and why those do that record gradients.
   void keep_eager(std::optional<EagerReason> reason, std::optional<EagerReason> gradients_reason) {
     reason_ = reason;

@@ -90,14 +90,16 @@ std::vector<at::Tensor> freqs_in(const py::object& table) {
 
 MicroBatch::MicroBatch(std::shared_ptr<const BatchRules> rules,
                        std::shared_ptr<CanonicalPacks> packs, py::object params, int64_t tokens,
-                       std::optional<EagerReason> reason, std::vector<at::Tensor> of_pack)
+                       std::optional<EagerReason> reason, std::vector<at::Tensor> of_pack,
+                       bool is_due)
     : rules_(std::move(rules)),
       packs_(std::move(packs)),
       given_(std::move(params)),
       tokens_(tokens),
       params_(given_),
       reason_(reason),
-      of_pack_(std::move(of_pack)) {
+      of_pack_(std::move(of_pack)),
+      is_due_(is_due) {
   if (rules_->pads_at_entry && key().capacity) entry_padding_ = capacity().tokens - tokens_;
 }
 
@@ -171,10 +173,14 @@ py::object MicroBatch::canonical_params() {
 }
 
 py::object MicroBatch::constant_params() {
-  if (!entered_) {
-    entered_ = is_as_given_ ? params_
-                            : packs_->make_like(given_, py::cast(of_pack_[0]),
-                                                py::getattr(given_, padded_name()), seq_idx());
+  if (entered_) return entered_;
+  if (is_as_given_) return entered_ = params_;
+  entered_ = packs_->make_like(given_, py::cast(of_pack_[0]), py::getattr(given_, padded_name()),
+                               seq_idx());
+  if (key().by_token) {  // a host may choose frequencies by the longest document: dynamic NTK
+    for (const char* longest : {"max_seqlen_q", "max_seqlen_kv"}) {
+      entered_.attr(longest) = given_.attr(longest);
+    }
   }
   return entered_;
 }

@@ -64,7 +64,7 @@ class MicroBatch {
   // it has no canonical pack.
   MicroBatch(std::shared_ptr<const BatchRules> rules, std::shared_ptr<CanonicalPacks> packs,
              pybind11::object params, int64_t tokens, std::optional<EagerReason> reason,
-             std::vector<at::Tensor> of_pack);
+             std::vector<at::Tensor> of_pack, bool is_due = false);
 
   const VariantKey& key() const { return packs_->key(); }
   const pybind11::object& python_key() const { return packs_->python_key(); }
@@ -73,6 +73,8 @@ class MicroBatch {
   // Why it runs eager; none replays.
   std::optional<EagerReason> reason() const { return reason_; }
   void set_reason(std::optional<EagerReason> reason) { reason_ = reason; }
+  // It has no graph, and its kind is due to be captured: in a state that its step did not begin in.
+  bool is_due() const { return is_due_; }
   // The pack as layers that run on it get it.
   const pybind11::object& params() const { return params_; }
   // With frequencies, and the mask behind everything else, if it has any.
@@ -153,6 +155,7 @@ class MicroBatch {
   std::optional<at::Tensor> mask_, canonical_mask_;
   int64_t entry_padding_ = 0;
   bool is_as_given_ = false;
+  const bool is_due_;
 };
 
 }  // namespace megagraph

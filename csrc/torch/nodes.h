@@ -67,4 +67,7 @@ inline bool is_partial_backward() {
   return wanted != nullptr && !wanted->empty();
 }
 
+// Whether a backward runs on this thread.
+inline bool is_in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
 }  // namespace megagraph

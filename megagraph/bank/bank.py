@@ -102,6 +102,7 @@ class Bank(_C.GraphBank):
         # them are trained.
         self.gradient_order: dict[int, Sequence[Tensor]] = {}
         self.failures: list[CaptureError] = []
+        self._said: set[str] = set() if former is None else former._said  # of them, in the log
         self.capture_seconds = 0.0
         if former is not None:
             self.continue_from(former)
@@ -204,7 +205,9 @@ class Bank(_C.GraphBank):
             self._add_variant(variant, by_slot)
 
     def _give_up_site(self, error: CaptureError) -> None:
-        log.warning("stays eager (%s): %s", error.reason.name, error)
+        if str(error) not in self._said:  # in each capture
+            self._said.add(str(error))
+            log.warning("stays eager (%s): %s", error.reason.name, error)
         # The traceback's frames hold tensors of the failed attempt, some of them in the slot's pool.
         error.__cause__ = error.__context__ = error.__traceback__ = None
         self.failures.append(error)

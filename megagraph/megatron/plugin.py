@@ -68,6 +68,7 @@ class Plugin:
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
         self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
+        self._has_pipeline = False
         self._num_named: Counter[str] = Counter()  # models of each class so far
         self.gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
@@ -99,6 +100,7 @@ class Plugin:
 
     def _add(self, model: Any) -> GraphedModel:
         ddp, name, stages = find_ddp(self._step_models, model), self._name(model), schedule_of(model)
+        self._has_pipeline = self._has_pipeline or stages.stages > 1
         # The rank of a stage that is in the pipeline of rank 0 writes its report.
         if stages.stages > 1 and 0 in ranks_of(model.pp_group):
             self.stage, self.stages = stages.stage, stages.stages
@@ -223,19 +225,28 @@ class Plugin:
         if not self._step_models:
             self._retire()
 
-    def begin_bare_call(self, graphs: GraphedModel) -> bool:
-        """Before a call whose pack a graph may take: is it a step of its own, which `after_step()` ends?
+    def begin_bare_call(self, graphs: GraphedModel) -> None:
+        """Before a call whose pack a graph may take: it is a step of its own, which `after_step()` ends.
 
-        Not inside another model's step, where changes are only looked for.
+        Inside another model's step changes are looked for, and what is due waits for `capture_inside()`.
         """
-        if self._step_models:
-            graphs.at_bare_call()
-            return False
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            graphs.at_step_boundary(is_skipped=_C.is_skipped())
+            graphs.at_step_boundary(is_skipped=_C.is_skipped(), captures=not self._step_models)
         finally:
             subject.reset(model)
+
+    def capture_inside(self, graphs: GraphedModel) -> bool:
+        """Inside a step, before a call that is due: captures what no step begins with. Whether it has tried.
+
+        csrc/python/dispatcher.h, Note [Dispatch], says when it may be.
+        """
+        from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+        if self._has_pipeline or is_graph_capturing() or not graphs.is_as_captured():
+            return False
+        with about(graphs.name):
+            graphs.at_step_boundary(is_skipped=_C.is_skipped())
         return True
 
     def suspend(self) -> None:

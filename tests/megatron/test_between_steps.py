@@ -385,38 +385,69 @@ def test_no_capture_calls_train_whose_side_effects_may_change_weights() -> None:
     assert pair.report()["graphs"] == (2 + 1) * rig.LAYERS
 
 
-def _with_reference_passes(trainer: Trainer, micros: list[rig.Micro]) -> rig.Step:
-    """A step whose forward function also runs the model in evaluation mode, without gradients."""
+MANY = rig.Micro(lengths=(4,) * 9)  # more documents than any capacity holds, so that no slot is held
+
+
+def _tripled(_mlp: Any, _args: Any, out: Any) -> tuple[Tensor, Any]:
+    return out[0] * 3, out[1]
+
+
+def _with_reference_passes(trainer: Trainer, where: str) -> rig.Step:
+    """A step that also runs the model in evaluation mode, somewhere in each of its micro-batches."""
     passes: list[Tensor] = []
 
-    def forward_step(data: Any, chunk: Any) -> Any:
-        micro = next(data)
+    def refer(chunk: Any, micro: rig.Micro) -> None:
         chunk.eval()
         with torch.no_grad():
             losses, _ = rig.forward(chunk, micro, trainer.device)
             passes.append(losses.clone())
             del losses
         chunk.train()
-        return rig.forward(chunk, micro, trainer.device)
 
+    def forward_step(data: Any, chunk: Any) -> Any:
+        micro = next(data)
+        if where == "under a hook":
+            handle = _second_mlp(trainer).register_forward_hook(_tripled)
+        if where in ("before", "under a hook"):
+            refer(chunk, micro)
+        if where == "under a hook":
+            handle.remove()
+        found = rig.forward(chunk, micro, trainer.device)
+        if where == "after":
+            refer(chunk, micro)
+        return found
+
+    def in_backward(_embedding: Any, _args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _grad: refer(trainer.chunk, rig.ONE))
+
+    hook = trainer.chunk.embedding.register_forward_hook(in_backward) if where == "in the backward" else None
     trainer.model.zero_grad_buffer()
-    rig.run_schedule(trainer.model, forward_step, micros, len(micros))
+    rig.run_schedule(trainer.model, forward_step, [rig.ONE, MANY if hook else rig.TWO], 2)
+    if hook is not None:
+        hook.remove()
     return rig.Step(losses=passes, grads=rig.grads(trainer.chunk))
 
 
-def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_once(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("where", ["before", "after", "in the backward", "under a hook"])
+def test_passes_in_modes_that_no_step_begins_in_replay_once_no_micro_batch_is_in_flight(
+    where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Else they stay eager, and the log says so once; what the step begins with replays in any case."""
     pair = rig.Pair(prepare=_doubles_in_evaluation)
     for _ in range(6):
-        assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, [rig.ONE, rig.TWO])))
-    assert pair.report()["eager"] == {"WARMING_UP": (2 + 6 * 2) * rig.LAYERS}
-    assert pair.report()["replays"] == 5 * 2 * rig.LAYERS
+        assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, where)))
+    report, many = pair.report(), 6 * rig.LAYERS * (where == "in the backward")
+    assert report["eager"].pop("TOO_MANY_SEQUENCES", 0) == many
+    of_policy, passes = 5 * 2 * rig.LAYERS, 5 * 2 * rig.LAYERS * (where == "before")
+    assert report["replays"] == of_policy - 5 * rig.LAYERS * bool(many) + passes
+    assert report["eager"] == {"WARMING_UP": 6 * 4 * rig.LAYERS - many - report["replays"]}
     said = [line for line in caplog.messages if "in steps that begin in another state" in line]
     assert said == [
         "GPTModel #2: micro-batches without gradients stay eager in steps that begin in another state: "
-        "layers are captured between steps, in the state they have there (train() or eval(), adapters, hooks)"
-    ]
+        "layers are captured while no micro-batch is in flight, in the state they have then (train() or "
+        "eval(), adapters, hooks)"
+    ] * (where != "before")
 
 
 @pytest.mark.parametrize(

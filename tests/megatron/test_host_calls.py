@@ -17,11 +17,12 @@ import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron_rig import LAYERS, OPTIONS, Micro, graph_config
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, forward, graph_config, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
+from megagraph.demo.trainer import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
@@ -91,7 +92,8 @@ SWIFT: dict[str, Any] = {
     **{"pack": hosts.swift_pack, "call": hosts.labels_call},
     "classes": (OwnModel, OwnBlock),
 }
-# As DPO of ms-swift: without gradients, in training mode, in the same micro-batch.
+# As DPO of ms-swift: without gradients, in training mode, in the same micro-batch. The policy's own slot is
+# held meanwhile.
 DPO: dict[str, Any] = {**SWIFT, "phases": (TRAIN,), "reasons": ("WARMING_UP", "NESTING", "NO_FREE_SLOT")}
 CASES = {
     "verl": Case(**VERL),
@@ -180,7 +182,23 @@ def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentenc
     report = reports[0]
     assert report["failures"] == []
     assert report["replays"] >= calls // 3 if case.replays else report["replays"] == 0, report
+    # A frozen model that is called inside of another one's step alone.
+    assert all(frozen["replays"] >= calls - 2 * LAYERS for frozen in reports[1:]), reports
     if "ADDRESS_MOVED" in case.reasons:  # the first move alone costs a step, of training, in the second round
         assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
     if "away" in name:  # those of the last phase: nothing piles up
         assert report["graphs"] == 2 * LAYERS
+
+
+def test_calls_before_the_first_schedule_replay_although_a_ddp_is_around(install: Install) -> None:
+    """As GRPO's. Bug: nobody had shown the plugin the DDP, whose hooks were somebody's (FOREIGN_HOOK)."""
+    install()
+    trainer = Trainer(OPTIONS)
+    for _ in range(4):
+        with torch.no_grad():
+            forward(trainer.chunk, PACKS[0], trainer.device)
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": LAYERS} and report["failures"] == []
+    step(trainer, [PACKS[0]], update=False, times=3)
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["replays"] == (3 + 2) * LAYERS

@@ -95,6 +95,19 @@ def test_a_layer_that_cannot_be_graphed_stays_eager_and_the_rest_replays(
     assert reason in caplog.text
 
 
+def test_a_layer_that_fails_in_each_capture_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: as often as memory had moved."""
+    pair = rig.Pair(layers=LAYERS, prepare=lambda model: rig.breaks(_mlp(model)))
+    for _ in range(3):
+        pair.step(rig.ONE, times=2)
+        for trainer in pair.both:
+            for param in trainer.chunk.parameters():
+                param.data = param.data.clone()
+    report = pair.report()
+    assert report["eager"]["ADDRESS_MOVED"] > 0 and report["replays"] > 2 * (LAYERS - 1)
+    assert len(report["failures"]) == 1 and caplog.text.count("an injected failure") == 1
+
+
 def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason() -> None:
     """Bug: with no layer left to capture, calls were counted as CAPTURE_FAILED."""
     pair = rig.Pair(layers=LAYERS)

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_rig import LAYERS, ONE, OPTIONS, OTHER, TWO, Install, Micro, Pair, forward, step, the_plugin
 from same_bits import assert_same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 import megagraph
 
@@ -364,29 +364,47 @@ def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs
     assert report["eager"]["NESTING"] == trained["eager"]["NESTING"]
 
 
-class PartsBlock(OwnBlock):
-    """Runs parts of its layers, and no layer."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Any,
-        attention_mask: Any,
-        rotary_pos_emb: Any = None,
-        packed_seq_params: Any = None,
-        **further: Any,
-    ) -> Any:
-        for layer in self.layers:
-            out, bias = layer.mlp(hidden_states)
-            hidden_states = hidden_states + out + bias
-        return self.final_layernorm(hidden_states)
+def _run_parts(
+    block: Any,
+    hidden_states: Any,
+    attention_mask: Any,
+    rotary_pos_emb: Any = None,
+    packed_seq_params: Any = None,
+    **further: Any,
+) -> Any:
+    """Parts of its layers, and no layer."""
+    for layer in block.own_layers:
+        out, bias = layer.mlp(hidden_states)
+        hidden_states = hidden_states + out + bias
+    return block.final_layernorm(hidden_states)
 
 
-def test_a_block_that_calls_no_layer_is_refused_and_counted() -> None:
-    pair = host_pair(GPTModel, PartsBlock)
-    pair.step(FULL, times=6)
+@pytest.mark.parametrize("has_layers", [True, False])
+def test_a_block_that_a_host_takes_over_is_counted_and_replays_once_it_is_given_back(
+    has_layers: bool,
+) -> None:
+    """Bugs: calls of a block whose layers a host had taken away were counted nowhere; and a model that was
+    refused for a forward stayed so without it."""
+    pair = host_pair()
+    pair.step(FULL, times=3)
+    replays = pair.report()["replays"]
+    blocks = [trainer.chunk.decoder for trainer in pair.both]
+    for block in blocks:
+        block.own_layers = [*block.layers]
+        block.forward = types.MethodType(_run_parts, block)
+        if not has_layers:
+            block.layers = nn.ModuleList()
+    pair.step(FULL, times=5)
+    taken = pair.report()
+    assert taken["replays"] == replays == 2 * LAYERS and taken["calls"] == 8 * LAYERS
+    assert taken["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS
+    assert ("some calls do not reach" if has_layers else "has no layers any more") in taken["failures"][0]
+    for block in blocks:
+        del block.forward
+        block.layers = nn.ModuleList(block.own_layers)
+    pair.step(FULL, times=4)
     report = pair.report()
-    assert report["replays"] == 0 and report["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS
-    assert "some calls do not reach" in report["failures"][-1]
+    assert report["replays"] >= replays + 2 * LAYERS and report["failures"] == []
 
 
 def test_hooks_on_layers_of_an_overriding_block_run() -> None:

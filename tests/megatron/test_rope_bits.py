@@ -313,7 +313,7 @@ def test_nothing_is_captured_until_frequencies_are_known() -> None:
         hook.remove()
     pair.step(*micros, times=2)
     report = pair.report()
-    assert report["eager"] == {GOES_ON: 2 * 2 * rig.LAYERS, "WARMING_UP": 2 * rig.LAYERS}
+    assert report["eager"] == {GOES_ON: 2 * 2 * rig.LAYERS, "WARMING_UP": rig.LAYERS}
     assert report["failures"] == []
 
 
@@ -366,6 +366,43 @@ def _scale(model: Any) -> None:
         layer.__class__ = ScalingLayer
 
 
+def _stretched(model: Any, longest: Any, tables: dict[str, Any]) -> dict[str, Any]:
+    """As of dynamic NTK in mcore-bridge, which keeps the longest document for packs that come later."""
+    model.longest = max(int(longest), 16)
+    return {**tables, "rotary_pos_emb": tables["rotary_pos_emb"] * (16 / model.longest)}
+
+
+class StretchedModel(OwnModel):
+    """Its table goes by the longest document."""
+
+    longest = 16
+
+    def tables(self, input_ids: Any, position_ids: Any, given: Any, pack: Any) -> Any:
+        hidden, tables = super().tables(input_ids, position_ids, given, pack)
+        return hidden, _stretched(self, pack.max_seqlen_q, tables)
+
+
+class StretchedPerTokenModel(StretchedModel, PerTokenModel):
+    """So do its frequencies of each token."""
+
+
+def _by_longest(count: int) -> Steps:
+    """Steps of packs that are canonical but for the longest document, which is their own."""
+    steps: Steps = rope_rig.canonical_steps(HALF, count)
+    return [
+        [dataclasses.replace(micro, max_seqlen=max(micro.lengths)) for micro in micros] for micros in steps
+    ]
+
+
+def test_tables_that_go_by_the_longest_document_are_refused_by_name() -> None:
+    """Bug: layers replayed with the table of the capacity's longest document; its own forward made it so."""
+    runs = rope_rig.three_modes(
+        _by_longest(COUNT), HostTrainer, model_class=StretchedModel, capacities=(HALF,)
+    )
+    (failure,) = runs["graph"].report["failures"]
+    assert "go by the longest document" in failure and runs["graph"].report["replays"] == 0
+
+
 @pytest.fixture
 def swifts_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced = functools.partial(_apply_to_tokens, rope_utils._apply_rotary_pos_emb_thd)
@@ -373,10 +410,17 @@ def swifts_rope(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("swifts_rope")
-@pytest.mark.parametrize("block", [None, OwnBlock])
-def test_a_hosts_rope_runs_in_the_graphs_of_frequencies_of_each_token(block: type | None) -> None:
-    given = {"model_class": PerTokenModel, "block_class": block, "prepare": _scale}
-    runs = rope_rig.three_modes(rope_rig.canonical_steps(HALF, COUNT), HostTrainer, **given)
+@pytest.mark.parametrize(
+    ("model", "block"),
+    [(PerTokenModel, None), (PerTokenModel, OwnBlock), (StretchedPerTokenModel, OwnBlock)],
+)
+def test_a_hosts_rope_runs_in_the_graphs_of_frequencies_of_each_token(
+    model: type, block: type | None
+) -> None:
+    """Bug: a model whose frequencies go by the longest document was told the capacity's."""
+    given = {"model_class": model, "block_class": block, "prepare": _scale}
+    steps = rope_rig.canonical_steps(HALF, COUNT) if model is PerTokenModel else _by_longest(COUNT)
+    runs = rope_rig.three_modes(steps, HostTrainer, **given)
     # The first step shows where the model is entered, the second one warms up.
     assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * 2 * rig.LAYERS}
     report = host_pair(times=4, **given).report()

@@ -140,7 +140,7 @@ class Captures:
             self._peers.max_over_ranks([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", error, variants, EagerReason.CAPTURE_FAILED)
             return
-        self.failures += self.bank.take_failures()
+        self.failures += [said for said in self.bank.take_failures() if said not in self.failures]
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._follow_variants()
         listen(self.bank, self.layers.ddp)

@@ -92,12 +92,14 @@ class Changes:
         if self.has_raised:
             self._clean_up()
         of_model, watch = self._captures, self._captures.watch
+        plan = of_model.layers.plan
         # As in nearly every step and bare call. Only where Megatron calls them may layers stay joined.
         if (
             not runs_eager
             and of_model.layers.entries.are_megatrons
             and not of_model.bank.has_other_streams()
             and watch.has_keys_of_now()
+            and not (plan.refused and plan.may_graph_more())
             and self._dispatcher.is_unchanged()
         ):
             self._new_in_a_row = 0

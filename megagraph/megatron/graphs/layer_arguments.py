@@ -17,6 +17,7 @@ longest document. They are padded and staged like hidden states, and the mark sa
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
@@ -24,9 +25,10 @@ import weakref
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from megagraph._C import Constants, MicroBatch, ReadTrace, are_equal
+from megagraph._C import Constants, KeptState, MicroBatch, ReadTrace, are_equal, plain_tensors
 from megagraph.decide.dispatch import VariantKey
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
@@ -69,7 +71,19 @@ class LayerArguments(dict[VariantKey, Constants]):
     def _make(self, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
         model, doors = self._model(), self._entries.model
         assert model is not None
-        return layer_constants(model, params, hidden_states, is_overridden=doors.is_own is False)
+        if doors.is_own is not False:
+            return layer_constants(model, params, hidden_states)
+        short = copy.copy(params)
+        short.max_seqlen_q = short.max_seqlen_kv = min(2, params.max_seqlen_q)
+        with _asking(model):
+            made, of_short = (
+                layer_constants(model, pack, hidden_states, is_overridden=True) for pack in (params, short)
+            )
+        table: Any = made.get("rotary_pos_emb")
+        rows: Any = of_short.get("rotary_pos_emb")
+        if isinstance(table, Tensor) and not torch.equal(table[: len(rows)], rows):
+            raise ValueError("its rotary frequencies go by the longest document, as those of dynamic NTK")
+        return made
 
     def include(self, table: Any, params: Any, hidden_states: Tensor) -> bool:
         """Whether a table that layers are handed is the one that the model makes for a pack.
@@ -115,6 +129,18 @@ def layer_constants(
     if rows != params.max_seqlen_q and not config.apply_rope_fusion:
         raise ValueError(f"expected a rotary table of max_seqlen, {params.max_seqlen_q} rows, got {rows}")
     return constants
+
+
+@contextlib.contextmanager
+def _asking(model: nn.Module) -> Iterator[None]:
+    """Leaves no trace of questions: a host may keep how long a document was, and its frequencies."""
+    rotary: Any = getattr(model, "rotary_pos_emb", None) or nn.Module()
+    kept = KeptState([{**plain_tensors([("", rotary)]), **dict(rotary.named_buffers())}])
+    with _put_back(model), _put_back(rotary):
+        try:
+            yield
+        finally:
+            kept.put_all_back()
 
 
 class _Handed(Exception):

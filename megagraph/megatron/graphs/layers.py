@@ -88,11 +88,11 @@ class BlockLayers:
         return self.plan.specs
 
     def follow(self) -> bool:
-        """Looks at the block. Returns whether it has other sites than before."""
+        """Looks at the block. Returns whether it has other sites than before, or may have graphs of more."""
         model: Any = self._model()
         block = model.decoder
         now = list(map(weakref.ref, block.layers))
-        if now != self._seen:
+        if now != self._seen or self.plan.may_graph_more():
             self._seen = now
             self._each = self.plan = BlockPlan(list(block.layers), self.scopes, block_context(block))
             self.num_sites = len(self.specs)

@@ -78,15 +78,19 @@ class GraphedModel:
         self._learners = _ranks_of_experts(model) if self.dispatcher.needs_equal_rows else self.peers
         for ranks in (self.peers, self._learners):
             ranks.compare({**shared, "what keeps the model eager": str(self.refusal)})
-        if self.refusal is None:
-            self.dispatcher.check(self.tensor.rows)
-            if config.mode == "graph":
-                self.changes.begin()
+        self._begin()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
         self._training_steps = 0
         self._last_counters: dict[str, int] = {}  # in the log
+
+    def _begin(self) -> None:
+        """Meets the first state, if nothing keeps the model eager, or does any more."""
+        if self.refusal is None:
+            self.dispatcher.check(self.tensor.rows)
+            if self._config.mode == "graph":
+                self.changes.begin()
 
     def _look_for_refusal(self, model: nn.Module, ddp: nn.Module | None) -> None:
         layers = self._layers
@@ -102,9 +106,9 @@ class GraphedModel:
             self.entries.awaited = "" if self.dispatcher.is_by_token else refusal.sentence
             refusal = None
         self.refusal = refusal
+        self.dispatcher.refuse(None if refusal is None else refusal.reason)
         if refusal is not None:
             self.context.refuse(refusal.sentence)
-            self.dispatcher.refuse(refusal.reason)
             log.warning(str(refusal))
 
     @contextlib.contextmanager
@@ -223,12 +227,20 @@ class GraphedModel:
 
         A DDP is unknown to a forward before its step, and graphs that knew of none are dropped.
         """
-        model = self.model()
+        model: Any = self.model()
         if model is None:
             return
         entries = self.entries
         if not _C.has_forwards(model, entries.model.forward, entries.block.forward):
             entries.find_doors(model)
+        if not len(model.decoder.layers):
+            entries.fail("its block has no layers any more")
+        elif (refusal := self.refusal) is not None and (
+            self._layers.follow() or refusal.of_doors not in (None, entries.block)
+        ):  # a host has taken back what has kept the model eager
+            self.captures.reset()
+            self._look_for_refusal(model, self._layers.ddp)
+            self._begin()
         ddp = find_ddp(models, model) if self._layers.ddp is None else None
         if ddp is None:
             return
@@ -248,36 +260,38 @@ class GraphedModel:
         if self.dispatcher.needs_equal_rows:
             failure = failure or _NEEDS_MEGATRONS
         if failure and self.refusal is None:
-            self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
+            reason, doors = EagerReason.SCOPE_UNSUPPORTED, entries.block
+            self._refuse(Refusal(reason=reason, sentence=failure, of_doors=doors))
 
-    def at_bare_call(self) -> None:
-        """Before a forward inside another model's step: looks for changes, captures nothing."""
-        if not self.entries.are_settled:
-            self._settle_entries()
-        if self.refusal is None and self._config.mode == "graph":
-            self.changes.look(runs_eager=self.changes.is_suspended, captures=False)
+    def is_as_captured(self) -> bool:
+        """Inside a step: whether slots are free, and only the state is other than at the last capture."""
+        captures, watch = self.captures, self.captures.watch
+        if captures.bank.holders():
+            return False
+        is_same = watch.is_as_expected() and not self._layers.are_kept_out_otherwise()
+        return is_same or not watch.is_watching
 
-    def at_step_boundary(self, *, is_skipped: bool) -> None:
-        """Before a step: learns capacities, looks for what changed, captures what is due.
+    def at_step_boundary(self, *, is_skipped: bool, captures: bool = True) -> None:
+        """Before a step: learns capacities, looks for what changed, captures what is due, if it `captures`.
 
         What changed costs one eager step; the next boundary captures again. Moved memory costs none after
         `resume()`, nor when it has moved before. What has no memory now, or is in other modes, waits.
         """
         if not self.entries.are_settled:
             self._settle_entries()
-        if self.context.is_dynamic:
+        if captures and self.context.is_dynamic:
             self.context.follow()
             self.dispatcher.set_groups(self.context.by_size())
         if self.refusal is not None:
             return
-        if not self.dispatcher.by_cp_size:
+        if captures and not self.dispatcher.by_cp_size:
             self.dispatcher.learn(self._learners.max_over_ranks)
         if self._config.mode != "graph":
             return
         changes = self.changes
         runs_eager = is_skipped or changes.is_suspended
-        changes.look(runs_eager=runs_eager, captures=True)
-        if runs_eager:
+        changes.look(runs_eager=runs_eager, captures=captures)
+        if runs_eager or not captures:
             return
         changes.has_resumed = False
         if changes.reason is not None:
@@ -321,9 +335,9 @@ class GraphedModel:
         for kind in self._due.end_step():
             with about(self.name):
                 log.warning(
-                    "micro-batches %s gradients stay eager in steps that begin in another state: layers "
-                    "are captured between steps, in the state they have there (train() or eval(), "
-                    "adapters, hooks)",
+                    "micro-batches %s gradients stay eager in steps that begin in another state: layers are "
+                    "captured while no micro-batch is in flight, in the state they have then (train() or "
+                    "eval(), adapters, hooks)",
                     "with" if kind.grad else "without",
                 )
 

@@ -5,6 +5,7 @@ The additions to `main_grad` themselves are captured (csrc/bank/capture/main_gra
 """
 
 import contextlib
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,10 @@ __all__ = ["ParamSyncs", "accumulator_hooks", "borders_of", "find_ddp", "is_ddp_
 
 
 def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
-    """The Megatron DDP module around `chunk`, among what a schedule was given; None without one."""
-    ddps = (model for model in models if hasattr(model, "ddp_config"))
+    """The Megatron DDP module around `chunk`, among what a schedule was given, or all; None without one."""
+    # Hosts may call a model before any schedule has it.
+    among = models or [it for it in gc.get_objects() if issubclass(type(it), nn.Module)]
+    ddps = (model for model in among if hasattr(model, "ddp_config"))
     return next((ddp for ddp in ddps if any(module is chunk for module in ddp.modules())), None)
 
 

@@ -109,6 +109,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         elif not has_input and not is_inference:  # all of it by position, or by other names
             graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
         if is_untouched:
+            if not len(model.decoder.layers):  # any more
+                graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
             with graphs.runs(None):
                 return original(model, *args, **kwargs)
         run, params = original, get("packed_seq_params")
@@ -123,7 +125,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
                 plugin.free_gone()
             batch = dispatcher.eager_reason(params, tokens, entries.are_settled)
             if batch is None:
-                is_step = plugin.begin_bare_call(graphs)
+                plugin.begin_bare_call(graphs)
+                is_step = True
         outer = graphs.running
         try:
             if batch is None:
@@ -131,7 +134,11 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
                 # Layers get as many of its rows as they have of hidden states.
                 is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
                 doors = entries.are_megatrons, entries.are_settled
-                batch = dispatcher.enter(params, tokens, mask, is_shared, is_skipped(), *doors)
+                entered = params, tokens, mask, is_shared, is_skipped(), *doors
+                batch = dispatcher.enter(*entered)
+                is_due = isinstance(batch, MicroBatch) and batch.is_due and outer is None
+                if is_due and plugin.capture_inside(graphs):
+                    batch = dispatcher.enter(*entered)
             graphs.unlearned = None
             if isinstance(batch, MicroBatch):
                 batch = _enter(graphs, model, batch, kwargs)

@@ -77,8 +77,9 @@ class BlockPlan:
         self.steps: list[LayerStep] = []
         # Sites that stay eager for what their layer is, or is not to be split into, by index.
         self.refused: dict[int, Why] = {}
-        # By layer: what of it is graphed, and whether the rest is run apart.
+        # By layer: what of it is graphed, or is refused, and whether the rest is run apart.
         self._graphed: dict[int, tuple[Sequence[LayerPart], bool]] = {}
+        self._refused: dict[int, tuple[Sequence[LayerPart], bool]] = {}
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
         if scopes and not self.specs:
@@ -133,6 +134,14 @@ class BlockPlan:
                 found.update(dict.fromkeys(sites, (EagerReason.SCOPE_UNSUPPORTED, why)))
         return found
 
+    def may_graph_more(self) -> bool:
+        """Whether nothing is the matter any more with a layer that was refused: a host has put it back."""
+        asked = ((self._layers[index](), *asked) for index, asked in self._refused.items())
+        return any(
+            layer is not None and _unsupported(layer, parts, is_split) is None
+            for layer, parts, is_split in asked
+        )
+
     def keys(self) -> list[Callable[[], Any]]:
         """What is part of the state that graphs are captured in: how hosts tell routers what to choose."""
         graphed = itertools.chain(*(parts for parts, _is_split in self._graphed.values()))
@@ -173,6 +182,7 @@ class BlockPlan:
         if scopes and not graphed:
             self._append(index, layer, is_site=False)
         elif (why := _unsupported(layer, graphed, is_split)) is not None:
+            self._refused[index] = graphed, is_split
             self._keep_whole(index, layer, why)
         else:
             self._graphed[index] = graphed, is_split
