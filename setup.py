@@ -132,7 +132,8 @@ def find_nvcc() -> str | None:
 def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
     common = {
         "include_dirs": [str(ROOT)],
-        "define_macros": [("MEGAGRAPH_WITH_CUDA", "1")] if nvcc else [],
+        # Torch's own has it, on which the layout of some of its types goes; CFLAGS would take Python's away.
+        "define_macros": [("NDEBUG", None), *([("MEGAGRAPH_WITH_CUDA", "1")] if nvcc else [])],
     }
     # No contraction to fused multiply-add: csrc/ops/rope_rotation.h, Note [RoPE bits].
     cxx = [

@@ -43,7 +43,7 @@ class Descent:
 class OverlapTrainer(ExpertTrainer):
     """Overlap demands half precision.
 
-    In it, means over rows that the router logs of its z-loss round otherwise over a canonical pack's.
+    In it, the mean that the router logs of its z-loss rounds otherwise where rows that count are chosen.
     """
 
     def __init__(self, **changes: Any) -> None:
@@ -54,8 +54,12 @@ class OverlapTrainer(ExpertTrainer):
 
 
 def steps_of(rank: int) -> list[list[Micro]]:
-    """Packs of this rank's own; one has a mask in two, and on rank 1 the last fits no capacity."""
-    shapes, steps = parallel_jobs.SHAPES, []
+    """Packs of this rank's own; one has a mask in two, and on rank 1 the last fits no capacity.
+
+    All others fill it: plans run packs as given, and means that routers log round by the number of rows.
+    """
+    shapes = [shape for shape in parallel_jobs.SHAPES if sum(shape) == rig.CAPACITY.tokens]
+    steps: list[list[Micro]] = []
     for count in COUNTS:
         numbers = range(len(steps) * 4, len(steps) * 4 + count)
         steps.append(

@@ -82,8 +82,10 @@ def _no_attention(hidden_states: Any, *_: Any, **__: Any) -> Any:
 def why_not_halved(layer: Any) -> str | None:
     """Why attention and MLP of a layer must not run apart; None if its forward hands on what they return.
 
-    A host's forward is asked: it runs without them, on nothing.
+    A host's forward is asked: it runs without them, on nothing. What stands in place of the call is not.
     """
+    if set_by_host := sorted(vars(layer).keys() & {"_call_impl", "_compiled_call_impl"}):
+        return f"its halves cannot be told apart: a host has set its {set_by_host[0]}"
     entered, between, left = (torch.empty(1, 1, 1, device="meta") for _ in range(3))
     met: list[Any] = []
 
