@@ -49,6 +49,23 @@ def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
     assert report["verification"]["verified"] == 3 and report["verification"]["unverified"] == 0
 
 
+def test_a_layer_whose_graph_was_wrong_stays_eager_if_its_next_one_cannot_be_compared() -> None:
+    """Bug: memory that moves while graphs are suspended costs no eager step, so there was no example, and the
+    wrong graph was used."""
+    pair = rig.Pair(prepare=_baked)
+    pair.step(rig.ONE, rig.TWO, times=3)
+    for _ in range(2):
+        megagraph.suspend()
+        for trainer in pair.both:
+            for parameter in trainer.chunk.decoder.parameters():
+                parameter.data = parameter.data.clone()
+        megagraph.resume()
+        pair.step(rig.ONE, rig.TWO, times=2)
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "VERIFY_FAILED": (2 + 2 * 2) * 2}
+    assert report["verification"]["unverified"] == 1 and len(report["failures"]) == 1
+
+
 def test_without_verification_it_would_replay(install: rig.Install) -> None:
     install(verify="off")
     trainer = rig.ModelTrainer(prepare=_baked)
