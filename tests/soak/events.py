@@ -20,13 +20,13 @@ import torch
 from leftovers import forget_loss_scale
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from state_changes import CHANGES as OF_PROBES
-from torch import distributed, nn
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph
 
 from .changes import CHANGES, VERIFICATIONS, wrong_in_captures
-from .models import KINDS, UNIT, draw_plugin
+from .models import KINDS, UNIT, Holder, draw_plugin
 
 if TYPE_CHECKING:
     from .twins import Twins
@@ -197,17 +197,6 @@ def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     if module is not None:
         del vars(module)["_call_impl"]
     return rig.grads(chunk)
-
-
-class Holder(nn.Module):
-    """A wrapper whose model may be replaced."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
 
 @step(how=range(3), weight=4, of_ranks=False)

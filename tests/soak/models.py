@@ -24,7 +24,7 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 
-__all__ = ["KINDS", "LAYOUTS", "PLUGIN", "SHARES_PACKS", "UNIT", "Kind", "draw_plugin", "plugin_of"]
+__all__ = ["KINDS", "LAYOUTS", "PLUGIN", "SHARES_PACKS", "UNIT", "Holder", "Kind", "draw_plugin", "plugin_of"]
 
 Scopes = tuple[str, ...]
 UNIT = 4  # rows that two ranks can share, whatever they share
@@ -155,6 +155,17 @@ PLUGIN: dict[str, tuple[Any, ...]] = {
     "verify": ("capture", "capture", "off", 3),
     "tail": ("hidden", "hidden", "empty-dummy"),
 }
+
+
+class Holder(nn.Module):
+    """A wrapper whose model may be replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 def draw_plugin(rng: Random) -> dict[str, Any]:

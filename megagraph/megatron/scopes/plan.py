@@ -77,9 +77,10 @@ class BlockPlan:
         self.steps: list[LayerStep] = []
         # Sites that stay eager for what their layer is, or is not to be split into, by index.
         self.refused: dict[int, Why] = {}
-        # By layer: what of it is graphed, or is refused, and whether the rest is run apart.
+        # By layer: what of it is graphed, or would be but for what is the matter, and whether the rest is run
+        # apart.
         self._graphed: dict[int, tuple[Sequence[LayerPart], bool]] = {}
-        self._refused: dict[int, tuple[Sequence[LayerPart], bool]] = {}
+        self._kept_whole: dict[int, tuple[Sequence[LayerPart], bool]] = {}
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
         if scopes and not self.specs:
@@ -136,7 +137,7 @@ class BlockPlan:
 
     def may_graph_more(self) -> bool:
         """Whether nothing is the matter any more with a layer that was refused: a host has put it back."""
-        asked = ((self._layers[index](), *asked) for index, asked in self._refused.items())
+        asked = ((self._layers[index](), *asked) for index, asked in self._kept_whole.items())
         return any(
             layer is not None and _unsupported(layer, parts, is_split) is None
             for layer, parts, is_split in asked
@@ -182,7 +183,7 @@ class BlockPlan:
         if scopes and not graphed:
             self._append(index, layer, is_site=False)
         elif (why := _unsupported(layer, graphed, is_split)) is not None:
-            self._refused[index] = graphed, is_split
+            self._kept_whole[index] = graphed, is_split
             self._keep_whole(index, layer, why)
         else:
             self._graphed[index] = graphed, is_split
