@@ -148,7 +148,7 @@ class Bank(_C.GraphBank):
             if was_enabled:
                 gc.enable()
             self.backend.settle()
-            self.backend.collect()  # what the warm-up has left is not to be kept
+            self.backend.collect(generation=0)  # what the warm-up has left is not to be kept
             for variant in order:
                 for index in self.graphable().keys() & variant.reads.keys():
                     variant.reads[index].keep(self._reads(self.specs[index], variant, 0))
