@@ -202,6 +202,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "_build_info.py").write_text(
             "# Written by setup.py.\n"
+            f"VERSION = {self.distribution.get_version()!r}\n"
             f"TORCH_VERSION = {torch.__version__!r}\n"
             f"CUDA_VERSION = {torch.version.cuda if NVCC else None!r}\n"
         )

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megagraph.megatron.specs import with_grouped_experts as with_grouped_experts
     from megagraph.megatron.watch import watch as watch
 
+    __version__: str
+
 _NAMES = {
     "megagraph.config": ("GraphConfig",),
     "megagraph.decide.dispatch": ("Capacity",),
@@ -48,7 +50,7 @@ _NAMES = {
     "megagraph.megatron.watch": ("watch",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_HOME)
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 _REINSTALL = "reinstall it with `pip install --no-build-isolation --force-reinstall --no-deps .`"
@@ -99,6 +101,13 @@ _check_torch()
 
 def __getattr__(name: str) -> Any:
     """Finds a public name on its floor at first use, so that importing megagraph stays quick."""
+    if name == "__version__":
+        return importlib.import_module("megagraph._build_info").VERSION
     if name not in _HOME:
         raise AttributeError(f"module 'megagraph' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, and those that every module has."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -7,6 +7,7 @@ Names are Megatron's where Megatron has one. Changes nothing by itself.
 import dataclasses
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -30,7 +31,7 @@ UPSTREAM_MODULES = ("full_iteration", "full", *MODULES)
 _SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
 # Variables with our prefix that other parts of the project own: its build, tests and recorded results.
 _NOT_OPTIONS = (
-    *("MEGAGRAPH_COMMIT", "MEGAGRAPH_CPU_ONLY", "MEGAGRAPH_WERROR"),
+    *("MEGAGRAPH_COMMIT", "MEGAGRAPH_CUDA", "MEGAGRAPH_WERROR"),
     *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE"),
 )
 
@@ -49,7 +50,7 @@ def _list(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
     return tuple(map(parse, value if is_list else [value]))
 
 
-def _integer(value: Any, at_least: int | None = None) -> int:
+def _integer(value: Any, at_least: int = 1, at_most: int = 2**31 - 1) -> int:
     try:
         # index() takes every kind of integer, and neither 2.5 nor what only int() would take.
         number = int(value) if isinstance(value, str) else operator.index(value)
@@ -57,12 +58,13 @@ def _integer(value: Any, at_least: int | None = None) -> int:
         number = None
     if number is None or isinstance(value, bool):
         raise ValueError(f"expected an integer, got {value!r}")
-    if at_least is not None and number < at_least:
+    if number < at_least:
         raise ValueError(f"expected at least {at_least}, got {number}")
+    if number > at_most:  # by default what an int32 can hold, as a pack's offsets are
+        raise ValueError(f"expected at most {at_most}, got {number}")
     return number
 
 
-_positive = partial(_integer, at_least=1)
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -73,7 +75,7 @@ def _boolean(value: Any) -> bool:
 
 
 def _path(value: Any) -> Path | None:
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
         raise ValueError(f"expected a path, got {value!r}")
     return Path(value) if os.fspath(value) else None
 
@@ -86,11 +88,26 @@ def _capacity(value: Any) -> Capacity:
     if isinstance(value, Mapping):
         if set(value) != set(keys):
             raise ValueError(f"expected a table of {', '.join(keys)}, got {dict(value)!r}")
-        return Capacity(**{key: _integer(value[key]) for key in keys})
-    parts = value.split(":") if isinstance(value, str) else []
-    if len(parts) not in (2, 3):
-        raise ValueError(f"expected tokens:num_seqs[:max_seqlen], got {value!r}")
-    return Capacity(**dict(zip(keys, map(_integer, [*parts, parts[0]]), strict=False)))
+        given = value
+    else:
+        parts = value.split(":") if isinstance(value, str) else []
+        if len(parts) not in (2, 3):
+            raise ValueError(f"expected tokens:num_seqs[:max_seqlen], got {value!r}")
+        given = dict(zip(keys, [*parts, parts[0]], strict=False))
+    numbers: dict[str, int] = {}
+    for key in keys:
+        try:
+            numbers[key] = _integer(given[key])
+        except ValueError as error:
+            raise ValueError(f"{value!r}: {key}: {error}") from error
+    return Capacity(**numbers)
+
+
+def _capacities(value: Any) -> tuple[Capacity, ...]:
+    found = _list(value, _capacity)
+    if twice := [it for index, it in enumerate(found) if it in found[:index]]:
+        raise ValueError(f"expected each once, got {twice[0]} twice")
+    return found
 
 
 def _tail(value: Any) -> TailConvention:
@@ -103,7 +120,7 @@ def _verify(value: Any) -> str | int:
     if value in ("capture", "off"):
         return str(value)
     try:
-        return _positive(value)
+        return _integer(value)
     except ValueError:
         raise ValueError(f"expected capture, off or an integer of at least 1, got {value!r}") from None
 
@@ -145,11 +162,11 @@ class GraphConfig:
     cuda_graph_max_packed_seqs: Annotated[tuple[int, ...], partial(_list, parse=_integer)] = ()
     max_seqlen_per_dp_cp_rank: Annotated[int | None, _integer] = None
     max_seqlen: Annotated[int | None, _integer] = None
-    capacities: Annotated[tuple[Capacity, ...], partial(_list, parse=_capacity)] = ()
-    cp_sizes: Annotated[tuple[int, ...], partial(_list, parse=_positive)] = ()
-    cuda_graph_warmup_steps: Annotated[int, _positive] = 3
-    cuda_graph_max_states: Annotated[int, _positive] = 8
-    cuda_graph_slots: Annotated[int | None, _positive] = None
+    capacities: Annotated[tuple[Capacity, ...], _capacities] = ()
+    cp_sizes: Annotated[tuple[int, ...], partial(_list, parse=_integer)] = ()
+    cuda_graph_warmup_steps: Annotated[int, _integer] = 3
+    cuda_graph_max_states: Annotated[int, _integer] = 8
+    cuda_graph_slots: Annotated[int | None, partial(_integer, at_most=64)] = None
     cuda_graph_modules: Annotated[tuple[str, ...], graph_modules] = ()
     cuda_graph_granularity: Annotated[str, partial(_choice, names=("layer", "chunk"))] = "layer"
     verify: Annotated[str | int, _verify] = "capture"
@@ -186,6 +203,9 @@ class GraphConfig:
         if any(size & (size - 1) for size in self.cp_sizes) or [*self.cp_sizes] != sorted({*self.cp_sizes}):
             raise ValueError(f"cp_sizes: expected ascending powers of two, got {self.cp_sizes}")
         largest = max(self.cp_sizes, default=1)
+        rows = max((capacity.tokens for capacity in self.capacities), default=tokens or 0)
+        if rows * largest >= 2**31:
+            raise ValueError(f"cp_sizes: expected packs of less than 2**31 tokens, got {largest} x {rows}")
         for capacity in self.all_capacities(largest):
             whole, longest = capacity.tokens * largest, capacity.max_seqlen
             if self.tail is not TailConvention.HIDDEN and longest < whole:
@@ -204,23 +224,32 @@ class GraphConfig:
 
     @classmethod
     def from_mapping(
-        cls, values: Mapping[str, Any], *, source: str, base: "GraphConfig | None" = None
+        cls,
+        values: Mapping[str, Any],
+        *,
+        source: str,
+        base: "GraphConfig | None" = None,
+        spell: Callable[[str], str] = str,
     ) -> "GraphConfig":
         """Builds a config from named values, as TOML or the environment spell them; they go before `base`.
 
-        `cuda_graph_scope` is taken as `cuda_graph_modules`. The source is named in errors.
+        `cuda_graph_scope` is taken as `cuda_graph_modules`. Errors name the source, and options as it spells
+        them.
 
         Raises:
             ValueError: for an unknown key or a value of the wrong kind, naming both and the source.
         """
-        values = dict(values)
+        values, spelled = dict(values), {name: spell(name) for name in values}
         if "cuda_graph_scope" in values:
             if "cuda_graph_modules" in values:
-                raise ValueError(f"{source}: expected cuda_graph_modules or cuda_graph_scope, got both")
+                both = " or ".join(map(spell, ("cuda_graph_modules", "cuda_graph_scope")))
+                raise ValueError(f"{source}: expected {both}, got both")
             values["cuda_graph_modules"] = values.pop("cuda_graph_scope")
+            spelled["cuda_graph_modules"] = spelled.pop("cuda_graph_scope")
         known = sorted(field.name for field in dataclasses.fields(cls))
-        if unknown := [key for key in values if key not in known]:
-            raise ValueError(f"{source}: unknown option {unknown[0]!r}; choose from {', '.join(known)}")
+        if unknown := [spelled[key] for key in values if key not in known]:
+            choices = ", ".join(map(spell, known))
+            raise ValueError(f"{source}: unknown option {unknown[0]!r}; choose from {choices}")
         # One way of naming capacities takes the place of the other.
         if "capacities" in values:
             values = {**dict.fromkeys(_SHORT_FORM), "cuda_graph_max_packed_seqs": (), **values}
@@ -229,14 +258,16 @@ class GraphConfig:
         try:
             return dataclasses.replace(cls() if base is None else base, **values)
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+            names, colon, said = str(error).partition(": ")
+            names = re.sub(r"\w+", lambda name: spelled.get(name[0], name[0]), names)
+            raise ValueError(f"{source}: {names}{colon}{said}") from error
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> "GraphConfig":
         """Reads the table `[megagraph]` of a TOML file; other tables are left alone."""
         try:
             document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # of TOML or UTF-8
             raise ValueError(f"{path}: expected TOML, {error}") from error
         if not isinstance(document.get("megagraph"), dict):
             raise ValueError(f"{path}: expected a table [megagraph], found {', '.join(document) or 'none'}")
@@ -246,10 +277,11 @@ class GraphConfig:
     def from_env(
         cls, environ: Mapping[str, str] = os.environ, base: "GraphConfig | None" = None
     ) -> "GraphConfig":
-        """Reads MEGAGRAPH_<OPTION IN CAPITALS>; what is set there goes before `base`."""
+        """Reads MEGAGRAPH_<OPTION IN CAPITALS>; what is set there, and not empty, goes before `base`."""
         values = {
             name.removeprefix(_PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(_PREFIX) and name not in _NOT_OPTIONS
+            if name.startswith(_PREFIX) and name not in _NOT_OPTIONS and value
         }
-        return cls.from_mapping(values, source="environment", base=base)
+        spell: Callable[[str], str] = lambda name: _PREFIX + name.upper()  # noqa: E731
+        return cls.from_mapping(values, source="environment", base=base, spell=spell)

@@ -4,8 +4,11 @@
 Counts nothing itself. A model's report is the plain dictionary that the Megatron floor makes.
 """
 
+import errno
 import json
 import os
+import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,11 +25,12 @@ from megagraph.timeline import Lease
 
 __all__ = [
     *("capture_progress", "check_target", "path_of_stage", "read_leases", "read_report"),
-    *("report_table", "report_text", "scalars", "write_report"),
+    *("STANDARD_OUTPUT", "report_table", "report_text", "scalars", "write_report"),
 ]
 
 ModelReport = Mapping[str, Any]
 
+STANDARD_OUTPUT = Path("-")
 # Further than any clock has run.
 _FAR_MS = 1e15
 
@@ -151,21 +155,28 @@ def check_target(option: str, path: Path | None) -> None:
     Raises:
         ValueError: naming the option, the path, and the folder that stands in the way.
     """
-    if path is None or rank() != 0:
+    if path is None or rank() != 0 or _is_standard_output(path):
         return
     if path.is_dir():
         raise ValueError(f"{option}: expected a file, {path} is a folder")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    place = path
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        if (target := _file_behind(path)) is not None:
+            place = next(parent for parent in target.parents if parent.exists())
+            tempfile.TemporaryFile(dir=place).close()
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ValueError(
-            f"{option}: expected a file that can be written, got {path}: {folder}: {error.strerror or error}"
+            f"{option}: expected a file that can be written, got {path}: {place}: {error.strerror or error}"
         ) from error
 
 
 def write_report(reports: Sequence[ModelReport], path: Path, **more: Any) -> None:
-    """Writes the reports as JSON into a file, whole or not at all; makes its folder if it is missing.
+    """Writes the reports as JSON; makes the file's folder if it is missing.
+
+    A file is replaced as a whole or not at all, the one that a symbolic link names and not the link. Anything
+    else that is there, such as a device or a FIFO, is written into. `-` is standard output.
 
     `more` are further keys of the document, which `read_report()` passes over.
 
@@ -173,18 +184,44 @@ def write_report(reports: Sequence[ModelReport], path: Path, **more: Any) -> Non
         OSError: if the file cannot be written.
     """
     text = report_text(reports, **more)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    if _is_standard_output(path):
+        if sys.stdout is not None:
+            sys.stdout.write(text)
+    elif (target := _file_behind(path)) is None:
+        path.write_text(text, encoding="utf-8")
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".megagraph.{os.getpid()}")  # however long the file's own name is
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _file_behind(path: Path) -> Path | None:
+    """The file that a path names behind all symbolic links, there or not; None if it is no regular file."""
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+    except FileNotFoundError:
+        pass
+    return Path(os.path.realpath(path))
+
+
+def _is_standard_output(path: Path) -> bool:
+    """Also by another name, as `/dev/stdout`: if a shell has a file for it, no draft may replace that."""
+    try:
+        return path == STANDARD_OUTPUT or os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:  # it is closed, or nothing is there
+        return False
 
 
 def path_of_stage(path: Path, stage: int) -> Path:
     """Where a stage of a pipeline leaves its report, beside the first one's."""
-    return path.with_name(f"{path.stem}.stage{stage}{path.suffix}") if stage else path
+    if path == STANDARD_OUTPUT or not stage:
+        return path
+    return path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
@@ -237,7 +274,7 @@ def _documents(path: Path) -> dict[Path, dict[str, Any]]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON or UTF-8
         raise ValueError(f"{path}: expected JSON, {error}") from error
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, list):

@@ -45,7 +45,7 @@ COMPANIONS = {"cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_se
 
 def written(text: str, folder: Path) -> Path:
     path = folder / "run.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
     return path
 
 
@@ -103,19 +103,16 @@ def test_one_way_of_naming_capacities_takes_the_place_of_the_other() -> None:
     both = variables(cuda_graph_max_packed_seqs="16", max_seqlen_per_dp_cp_rank="512", max_seqlen="100")
     assert GraphConfig.from_env(both, outright) == short
     with pytest.raises(
-        ValueError, match=r"environment: tail: 'empty-dummy' .* needs a max_seqlen of 512, got 100"
+        ValueError,
+        match=r"environment: MEGAGRAPH_TAIL: 'empty-dummy' .* needs a max_seqlen of 512, got 100",
     ):
         GraphConfig.from_env(variables(tail="empty-dummy"), short)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("capacities", (Capacity(tokens=64, num_seqs=4, max_seqlen=64),)), ("report", Path("base.json"))],
-)
-def test_an_empty_variable_takes_the_bases_value_away(name: str, value: Any) -> None:
-    base = GraphConfig(**{name: value}, mode="off")
-    assert GraphConfig.from_env({}, base) == base
-    assert GraphConfig.from_env(variables(**{name: "", "mode": "graph"}), base) == GraphConfig()
+def test_an_empty_variable_is_an_unset_one() -> None:
+    """Compose files and schedulers set variables so: MEGAGRAPH_MODE= was an error."""
+    base = GraphConfig(mode="off", capacities="64:4", report="base.json")
+    assert GraphConfig.from_env(variables(mode="", capacities="", report=""), base) == base
 
 
 def test_the_older_name_of_the_modules_is_taken_from_both_sources_and_not_beside_the_other(
@@ -125,8 +122,11 @@ def test_the_older_name_of_the_modules_is_taken_from_both_sources_and_not_beside
     assert GraphConfig.from_toml(toml) == GraphConfig(cuda_graph_modules=("attn",))
     environ = variables(cuda_graph_scope="mlp")
     assert GraphConfig.from_env(environ) == GraphConfig(cuda_graph_modules=("mlp",))
-    environ = variables(cuda_graph_scope="", cuda_graph_modules="")
-    with pytest.raises(ValueError, match=r"environment: .*cuda_graph_modules or cuda_graph_scope, got both"):
+    with pytest.raises(ValueError, match=r"^environment: MEGAGRAPH_CUDA_GRAPH_SCOPE: expected none .*'x'"):
+        GraphConfig.from_env(variables(cuda_graph_scope="x"))
+    environ = variables(cuda_graph_scope="mlp", cuda_graph_modules="mlp")
+    both = "MEGAGRAPH_CUDA_GRAPH_MODULES or MEGAGRAPH_CUDA_GRAPH_SCOPE"
+    with pytest.raises(ValueError, match=f"environment: expected {both}, got both"):
         GraphConfig.from_env(environ)
 
 
@@ -162,27 +162,39 @@ A_TABLE = "capacities: expected a table of tokens, num_seqs, max_seqlen, got {'t
         ({COUNTS: (8, 2.5)}, f"{COUNTS}: expected an integer, got 2.5"),
         ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps: expected at least 1, got 0"),
         ({"log_interval": -1}, "log_interval: expected at least 0, got -1"),
-        ({"report": 3}, "report: expected a path, got 3"),
+        *(({"report": it}, f"report: expected a path, got {it!r}") for it in (3, "x\0.json")),
         *(
             ({"capacities": it}, f"capacities: expected tokens:num_seqs[:max_seqlen], got {got}")
             for it, got in (("64", "'64'"), ("1:2:3:4", "'1:2:3:4'"), ((3,), "3"), ([[64, 1]], "[64, 1]"))
         ),
-        ({"capacities": "64:many"}, "expected an integer, got 'many'"),
-        ({"capacities": "64:0"}, "a capacity's num_seqs must be an integer of at least 1, got 0"),
+        ({"capacities": "64:many"}, "capacities: '64:many': num_seqs: expected an integer, got 'many'"),
+        # It named `a capacity's num_seqs`, also for an entry of cuda_graph_max_packed_seqs.
+        ({"capacities": "64:0"}, "capacities: '64:0': num_seqs: expected at least 1, got 0"),
+        (PAIR | {COUNTS: (8, 0)}, f"{COUNTS}: expected at least 1, got 0"),
+        (
+            {"capacities": "64:8,32:4,64:8:64"},
+            "expected each once, got 64 tokens, 8 documents of up to 64 twice",
+        ),
+        # They passed, and failed in the core.
+        *(
+            (PAIR | {it: 2**31}, f"{it}: expected at most 2147483647, got 2147483648")
+            for it in ("max_seqlen_per_dp_cp_rank", "max_seqlen", COUNTS)
+        ),
+        ({"cuda_graph_slots": 65}, "cuda_graph_slots: expected at most 64, got 65"),
+        ({"capacities": f"{2**30}:8", "cp_sizes": 2}, "less than 2**31 tokens, got 2 x 1073741824"),
         ({"capacities": [{"tokens": 64, "num_seqs": 1}]}, A_TABLE + "'num_seqs': 1}"),
         ({"capacities": [{"tokens": 64, "documents": 1}]}, A_TABLE + "'documents': 1}"),
         ({"cp_sizes": [1, 3]}, "cp_sizes: expected ascending powers of two, got (1, 3)"),
         ({"cp_sizes": "2,1"}, "cp_sizes: expected ascending powers of two, got (2, 1)"),
         ({"cp_sizes": 0}, "cp_sizes: expected at least 1, got 0"),
         *(
-            (PAIR | {"max_seqlen": it}, f"a capacity's max_seqlen must be an integer of at least 1, got {it}")
+            (PAIR | {"max_seqlen": it}, f"max_seqlen: expected at least 1, got {it}")
             for it in (-1, 0)  # 0 quietly meant all tokens of a pack
         ),
         ({COUNTS: 8}, SHORT_FORM + "(8,) and None"),
         ({"max_seqlen_per_dp_cp_rank": 512}, SHORT_FORM + "None and 512"),
         ({"max_seqlen": 64}, "max_seqlen: expected together with cuda_graph_max_packed_seqs"),
         *((it | {"capacities": "64:4"}, NOT_BOTH) for it in (PAIR, {"max_seqlen": 64})),
-        ({"max_seqlen_per_dp_cp_rank": 0, "capacities": "64:4"}, NOT_BOTH),
         (
             PAIR | {"max_seqlen": 100, "tail": "empty-dummy"},
             "tail: 'empty-dummy' makes a document as long as the tail, which needs a max_seqlen of 512",
@@ -204,14 +216,20 @@ def test_an_unknown_option_is_refused_with_the_known_ones(tmp_path: Path) -> Non
     known = re.escape(", ".join(sorted(OPTIONS)))
     with pytest.raises(ValueError, match=rf"run\.toml: unknown option 'warmup'; choose from {known}$"):
         GraphConfig.from_toml(written("[megagraph]\nwarmup = 3", tmp_path))
-    with pytest.raises(ValueError, match="environment: unknown option 'warmup'"):
-        GraphConfig.from_env(variables(warmup="3"))
+    expected = (
+        "environment: unknown option 'MEGAGRAPH_MOED'; choose from MEGAGRAPH_CAPACITIES, .*MEGAGRAPH_MODE"
+    )
+    with pytest.raises(ValueError, match=expected):
+        GraphConfig.from_env(variables(moed="eager"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[megagraph]\nmode = eager", "expected TOML, .*line 2"),
+        ("x = " + "[" * 10_000, "expected TOML, "),  # a RecursionError
+        ("x = " + "1" * 10_000, "expected TOML, "),  # these two named no file
+        ("mode = '\udcff'", "expected TOML, .*utf-8"),
         ("", r"expected a table \[megagraph\], found none$"),
         ("[graphs]\n[megatron]", r"expected a table \[megagraph\], found graphs, megatron$"),
         # It ended in a TypeError that named no file.

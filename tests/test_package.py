@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import megagraph
+from megagraph.cli import main
 from megagraph.log import about, log, rank
 
 build_info = importlib.import_module("megagraph._build_info")
@@ -69,6 +70,16 @@ def test_the_cuda_of_torch_is_known_before_torch_is_imported(monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "torch")
     assert megagraph._cuda_of_torch() == expected
     assert "torch" not in sys.modules
+
+
+def test_the_public_names_are_listed_and_the_version_is_the_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    """`dir()` listed what the module imports and no public name; there was no version."""
+    names = [name for name in dir(megagraph) if not name.startswith("__")]
+    assert names == sorted(megagraph._HOME) and all(hasattr(megagraph, name) for name in names)
+    assert megagraph.__version__ == build_info.VERSION and "__version__" in dir(megagraph)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megagraph {build_info.VERSION}\n"
 
 
 # -- what an sdist holds; that it builds, installs and runs is checked by `make sdist` ---------------

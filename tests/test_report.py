@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""None"""
+"""Reports: as tables, scalars, files and pictures, and files of another kind."""
 
 import io
 import json
 import os
 import re
+import stat
+import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +20,16 @@ from matplotlib import pyplot
 from rich.console import Console
 
 from megagraph.cli import main
-from megagraph.report import read_leases, read_report, report_table, scalars, write_report
+from megagraph.report import (
+    check_target,
+    path_of_stage,
+    read_leases,
+    read_report,
+    report_table,
+    report_text,
+    scalars,
+    write_report,
+)
 from megagraph.timeline import Lease, draw_timeline
 
 KEYS = ("model", "calls", "replays", "eager", "capacities", "capture_seconds", "padding_share")
@@ -191,6 +203,64 @@ def test_a_write_or_a_move_that_fails_leaves_the_old_one_and_no_draft(path: Path
     assert sorted(path.parent.iterdir()) == [folder, path]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_the_file_that_it_names_is_replaced(tmp_path: Path, there: bool) -> None:
+    """A user's symbolic link became a file, and the file that it named kept the older report."""
+    target, link = tmp_path / "results" / "report.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    if there:
+        target.write_text("an older report")
+    link.symlink_to("results/report.json")
+    check_target("report", link)
+    write_report([MODEL], link)
+    assert link.is_symlink() and not target.is_symlink() and read_report(target) == [MODEL]
+    assert sorted(tmp_path.rglob("*")) == [link, target.parent, target]
+
+
+def test_what_is_no_file_is_written_into(tmp_path: Path) -> None:
+    """As root, `--json /dev/stdout` put a file in the place of the system's own entry."""
+    fifo, link, read = tmp_path / "fifo", tmp_path / "link", []
+    os.mkfifo(fifo)
+    link.symlink_to(fifo)
+    for path in (fifo, link):
+        check_target("report", path)
+        reader = threading.Thread(target=lambda: read.append(fifo.read_text()))
+        reader.start()
+        write_report([MODEL], path)
+        reader.join()
+    assert read == [report_text([MODEL])] * 2
+    assert stat.S_ISFIFO(fifo.lstat().st_mode) and link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [fifo, link]
+
+
+def test_links_that_name_one_another_are_refused(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    with pytest.raises(ValueError, match=f"^report: expected a file that can be written, got {one}: "):
+        check_target("report", one)
+    with pytest.raises(OSError, match="one"):
+        write_report([MODEL], one)
+    assert one.is_symlink() and other.is_symlink()
+
+
+def test_a_hyphen_is_standard_output_and_a_file_that_takes_it_is_not_replaced(tmp_path: Path) -> None:
+    """Also if the file is named: the lines before the report went with the file that was replaced."""
+    out = tmp_path / "out"
+    script = (
+        "from pathlib import Path\n"
+        "from megagraph.report import check_target, write_report\n"
+        "print('a line')\n"
+        f"for path in (Path('-'), Path({str(out)!r})):\n"
+        "    check_target('report', path)\n"
+        "    write_report([], path)\n"
+    )
+    with out.open("w") as file:
+        subprocess.run([sys.executable, "-c", script], stdout=file, cwd=tmp_path, check=True)
+    assert out.read_text() == "a line\n" + 2 * report_text([])
+    assert [*tmp_path.iterdir()] == [out] and path_of_stage(Path("-"), 1) == Path("-")
+
+
 # -- malformed files -----------------------------------------------------------------------------
 
 WRONG_VALUES: list[tuple[str, object]] = [
@@ -268,6 +338,20 @@ def test_leases_of_another_kind_are_named_with_what_was_expected(tmp_path: Path,
     write_report([MODEL], path, leases=leases)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}: leases.*: expected"):
         read_leases(path)
+
+
+def test_a_reader_that_has_gone_ends_a_command_in_silence_and_a_full_disk_with_a_sentence(
+    path: Path,
+) -> None:
+    """A BrokenPipeError with its traceback; Python's own exit code 120 without a word."""
+    write_report([MODEL] * 500, path)  # more than a pipe holds
+    gone, pipe = os.pipe()
+    os.close(gone)
+    command = [sys.executable, "-m", "megagraph", "report", str(path), "--json"]
+    with open("/dev/full", "w") as full, os.fdopen(pipe, "w") as closed:
+        for out, code, said in ((closed, 141, ""), (full, 74, "megagraph report: [Errno 28] No space left")):
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+            assert done.returncode == code and done.stderr.startswith(said) and len(done.stderr) < 99
 
 
 def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,22 +3,29 @@
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from rich.console import Console
-
+import megagraph
 from megagraph.cli import demo, run
-from megagraph.cli.demo import ExitCode
+from megagraph.cli.ends import ExitCode, end, ended_by, sentence
 
 __all__ = ["main"]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong, as the commands do; argparse would show every option."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitCode.BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megagraph",
         description="CUDA graphs for Megatron training on packed sequences.",
     )
+    parser.add_argument("--version", action="version", version=f"megagraph {megagraph.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="demo | run | report")
     demo.add_parser(commands)
     run.add_parsers(commands)
@@ -28,19 +35,21 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What a user's script raises under `run` is raised."""
     options = _parser().parse_args(arguments)
+    command = options.command
     try:
-        # All that can be wrong with the input is found here; what comes later keeps its traceback.
-        work: Callable[[], int] = options.prepare(options)
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"megagraph {options.command}: {error}", markup=False, soft_wrap=True)
-        return ExitCode.BAD_INPUT
-    try:
-        return work()
-    except Exception:
-        if options.command == "run":
-            raise
-        traceback.print_exc()
-        return ExitCode.CRASHED
+        try:
+            # All that can be wrong with the input is found here; what comes later keeps its traceback.
+            work: Callable[[], int] = options.prepare(options)
+        except (ValueError, OSError) as error:
+            return end(command, sentence(error), ExitCode.BAD_INPUT)
+        if command != "run":
+            code = work()
+            if sys.stdout is not None:  # it is, if it was closed from the beginning
+                sys.stdout.flush()
+            return code
+    except BaseException as error:
+        return ended_by(command, error)
+    return work()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from enum import IntEnum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -24,34 +23,26 @@ from rich.progress import Progress
 from rich.table import Table
 
 import megagraph
+from megagraph.cli.ends import ExitCode, Screen, end, sentence
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import load_documents
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
-from megagraph.report import check_target, report_table, write_report
+from megagraph.report import STANDARD_OUTPUT, check_target, report_table, write_report
 
-__all__ = ["ExitCode", "add_parser", "quiet_megatron"]
-
-
-class ExitCode(IntEnum):
-    """The exit codes of `megagraph`; under `megagraph run`, the script's own come first."""
-
-    FINE = 0
-    BITS_DIFFER = 1
-    BAD_INPUT = 2  # argparse's own as well
-    NOTHING_REPLAYED = 3
-    CRASHED = 70  # EX_SOFTWARE of sysexits.h: Python's own 1 would read as bits that differ
+__all__ = ["add_parser", "quiet_megatron"]
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "demo",
         help="train on real packed documents, eager and graphed, and compare every bit",
         description="Needs megatron-core. Without a GPU the host backend stands in for graphs.",
-        epilog="Exit codes: 0 bit-equal; 1 bits differ; 2 bad input; 3 nothing was replayed; 70 a crash.",
+        epilog="Exit codes: 0 bit-equal; 1 bits differ; 2 bad input; 3 nothing was replayed; 70 a crash; "
+        "74 the JSON could not be written; 130 interrupted.",
     )
     data = parser.add_argument_group("documents")
     data.add_argument(
@@ -76,7 +67,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     shape.add_argument("--timed-steps", type=int, default=10, help="further steps, timed on a GPU only")
     shape.add_argument("--seed", type=int, default=1234)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the report and the comparison as JSON"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the report and the comparison as JSON; - for standard output, with nothing else there",
     )
     parser.set_defaults(prepare=_prepare)
 
@@ -94,23 +88,51 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
     return partial(_execute, options, config, _packs(options))
 
 
+# The least and the most of each option that is a number.
+_BOUNDS = {
+    "pack_tokens": (2, 2**20),
+    "max_document": (2, 2**20),
+    "layers": (1, 1_000),
+    "hidden": (1, 2**16),
+    "heads": (1, 2**16),
+    "query_groups": (1, 2**16),
+    "max_packed_seqs": (1, 2**20),
+    "micro_batches": (1, 10_000),
+    "steps": (1, 100_000),
+    "warmup_steps": (1, 100_000),
+    "timed_steps": (0, 100_000),
+    "seed": (0, 2**32 - 1),
+}
+
+
 def _check_numbers(options: argparse.Namespace) -> None:
-    minima = dict.fromkeys(("pack_tokens", "micro_batches", "steps", "layers", "hidden", "heads"), 1)
-    for name, least in {**minima, "max_document": 2, "timed_steps": 0}.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
-    if options.heads > options.hidden:
-        raise ValueError(f"--heads: expected at most --hidden ({options.hidden}), got {options.heads}")
-    groups = options.query_groups
-    if groups is not None and (groups < 1 or options.heads % groups):
-        raise ValueError(f"--query-groups: expected a divisor of --heads ({options.heads}), got {groups}")
+    for name, (least, most) in _BOUNDS.items():
+        given = getattr(options, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not least <= value <= most:
+                expected = f"at least {least}" if value < least else f"at most {most}"
+                raise ValueError(f"--{name.replace('_', '-')}: expected {expected}, got {value}")
+    hidden, heads, groups = options.hidden, options.heads, options.query_groups
+    if hidden % heads:
+        raise ValueError(f"--heads: expected a divisor of --hidden ({hidden}), got {heads}")
+    size, multiple = hidden // heads, 8 if torch.cuda.is_available() else 2  # of FlashAttention, of RoPE
+    if size % multiple or size > 256:
+        raise ValueError(
+            f"--hidden: expected for each head a multiple of {multiple}, at most 256, got {hidden} / {heads}"
+        )
+    if groups is not None and heads % groups:
+        raise ValueError(f"--query-groups: expected a divisor of --heads ({heads}), got {groups}")
+    if options.max_document is not None and options.max_document > options.pack_tokens:
+        raise ValueError(
+            f"--max-document: expected at most --pack-tokens ({options.pack_tokens}), "
+            f"got {options.max_document}"
+        )
 
 
 def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[Sequence[Pack]]) -> int:
     from megagraph.demo.cpu import megatron_on_cpu
 
-    console = Console(quiet=rank() != 0)
+    console = Screen(quiet=rank() != 0, stderr=options.json == STANDARD_OUTPUT)
     quiet_megatron()
     # Read by cuBLAS when it starts; deterministic algorithms need it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -168,7 +190,12 @@ def _run(
         megagraph.uninstall()
     _show(console, agreement, report, times)
     if options.json is not None and rank() == 0:
-        write_report([report], options.json, **_comparison(agreement, times), **_facts())
+        try:
+            write_report([report], options.json, **_comparison(agreement, times), **_facts())
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            return end("demo", f"--json: {sentence(error)}", ExitCode.NOT_WRITTEN)
     if not agreement.bitwise_equal:
         return ExitCode.BITS_DIFFER
     if report["replays"] == 0:
@@ -189,7 +216,7 @@ def _show(
     if times is not None:
         console.print(_time_table(times, report))
     if not agreement.bitwise_equal:
-        every_rank = Console()
+        every_rank = Screen(stderr=console.stderr)
         every_rank.print(f"{f'rank {rank()}: ' if rank() else ''}NOT bit-equal:", style="bold red")
         for difference in agreement.differences:
             every_rank.print(f"  {difference}", markup=False)
@@ -235,12 +262,13 @@ def _comparison(agreement: Agreement, times: tuple[StepTimes, StepTimes] | None)
 
 
 def _facts() -> dict[str, Any]:
-    versions = {
+    versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
+        "megagraph": megagraph.__version__,
     }
-    for name in ("megagraph", "megatron-core", "transformer-engine"):
+    for name in ("megatron-core", "transformer-engine"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import megagraph
+from megagraph.cli.ends import Screen
 from megagraph.config import GraphConfig
 from megagraph.log import rank
 from megagraph.report import check_target, read_leases, read_report, report_table
@@ -25,7 +24,7 @@ from megagraph.timeline import draw_timeline
 __all__ = ["add_parsers"]
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds both commands."""
     parser = commands.add_parser(
         "run",
@@ -53,8 +52,12 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
     if not options.script.is_file():
-        raise FileNotFoundError(f"expected a script, {options.script} is no file")
-    base = GraphConfig.from_toml(options.config) if options.config is not None else None
+        raise ValueError(f"expected a script, {options.script} is no file")
+    base = None
+    if options.config is not None:
+        if not options.config.is_file():
+            raise ValueError(f"--config: expected a TOML file, {options.config} is no file")
+        base = GraphConfig.from_toml(options.config)
     config = GraphConfig.from_env(base=base)
     if config.mode != "off":  # which writes none
         check_target("report", config.report)
@@ -74,7 +77,7 @@ def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
         sys.argv, sys.path[:] = outer
         reports = megagraph.reports()
         if reports and rank() == 0:
-            Console(stderr=True).print(report_table(reports))
+            Screen(stderr=True).print(report_table(reports))
         megagraph.uninstall()
     return 0
 
@@ -91,6 +94,8 @@ def _log_to_stderr() -> None:
 
 
 def _prepare_report(options: argparse.Namespace) -> Callable[[], int]:
+    if not options.file.is_file():
+        raise ValueError(f"expected the file of a report, {options.file} is no file")
     reports = read_report(options.file)
     shown: Any = report_table(reports)
     if options.timeline is not None:
@@ -105,5 +110,5 @@ def _show(shown: Any) -> int:
     if isinstance(shown, str):
         print(shown)
     else:
-        Console().print(shown)
+        Screen().print(shown)
     return 0

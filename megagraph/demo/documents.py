@@ -44,7 +44,7 @@ class _Limits(NamedTuple):
         if self.most is not None and length > self.most:
             raise DocumentError(
                 f"{where}: document of {length} tokens is over the limit of {self.most}; "
-                "shorten it or raise --max-document"
+                "shorten it, or raise --max-document or --pack-tokens"
             )
 
 

@@ -67,6 +67,7 @@ class Plugin:
         # Look graphs up by the key of a model, and of its block. No functions of ours: they run in each call.
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
+        self.is_over = False  # released: what still calls a wrapper reaches what that wraps
         self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
         self._has_pipeline = False
         self._num_named: Counter[str] = Counter()  # models of each class so far
@@ -262,10 +263,13 @@ class Plugin:
             graphs.changes.resume()
 
     def release(self) -> None:
-        """Drops every graph of every model, and lets go of them."""
+        """Drops every graph of every model, and lets go of them and of all that runs from now on."""
+        self.is_over = True
         let_speak(False)
         self._retire()
         for graphs in self.all_graphs():
             graphs.captures.bank.release()
         for finalizer in self._finalizers:  # which the models keep alive, and their arguments with them
             finalizer.detach()
+        for known in (self._graphs, self._of_block, self._around, self._inside):
+            known.clear()

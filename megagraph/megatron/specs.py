@@ -64,9 +64,14 @@ def get_gpt_block_varlen_spec(
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; by default this process's.
         kwargs: for `get_gpt_layer_varlen_spec()`.
+
+    Raises:
+        TypeError: if `config` is none.
     """
     from megatron.core.transformer import transformer_block
 
+    if not hasattr(config, "num_layers"):
+        raise TypeError(f"get_gpt_block_varlen_spec: expected Megatron's TransformerConfig, got {config!r}")
     layer = get_gpt_layer_varlen_spec(*args, **kwargs)
     num_layers = transformer_block.get_num_layers_to_build(config, vp_stage, pp_rank)
     return transformer_block.TransformerBlockSubmodules(

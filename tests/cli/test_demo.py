@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megagraph demo` on tiny models: what it trains on, what it reports, what it leaves behind."""
 
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from run_scripts import Files
 
 from megagraph.cli import demo as demo_module
 from megagraph.cli import main
-from megagraph.cli.demo import ExitCode
+from megagraph.cli.ends import ExitCode
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
@@ -209,6 +210,55 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
 
 
 # -- what it leaves behind -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "code", "said"),
+    [
+        (KeyboardInterrupt, [], 130, "interrupted"),
+        (MemoryError, [], 70, "not enough memory: "),
+        (RuntimeError, ["[..] DefaultCPUAllocator: can't allocate memory"], 70, "not enough memory: [..]"),
+    ],
+)
+def test_an_interrupt_and_memory_that_is_not_there_end_it_with_one_line(
+    demo: Callable[..., int],
+    second_trainer: Callable[[Change], None],
+    files: Files,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[BaseException],
+    words: list[str],
+    code: int,
+    said: str,
+) -> None:
+    """Ctrl-C left 53 lines."""
+
+    def fail(_trainer: Trainer) -> None:
+        raise kind(*words)  # a new one: it keeps its frames, and what they hold
+
+    second_trainer(fail)
+    assert demo(*source("text", files)) == code
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("megagraph"))
+    assert line.startswith(f"megagraph demo: {said}")
+    assert installed_plugin() is None
+
+
+def test_json_on_standard_output_is_alone_there_and_a_full_disk_ends_it_with_a_sentence(
+    demo: Callable[..., int],
+    files: Files,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = source("text", files)
+    assert demo(*arguments, "--json", "-", steps="4") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["bitwise_equal"] and "layer calls" in err
+
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "x.json")
+
+    monkeypatch.setattr(demo_module, "write_report", full)
+    assert demo(*arguments, "--json", files.folder / "x.json", steps="4") == ExitCode.NOT_WRITTEN == 74
+    assert "megagraph demo: --json: x.json: No space left on device\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("outer", "end"), [(False, "well"), (True, "by an error")])

@@ -52,21 +52,27 @@ WRONG: list[tuple[list[object], str, str]] = [
     (
         [GOOD, {"length": 65}],
         "",
-        "FILE:2: document of 65 tokens is over the limit of 64; shorten it or raise",
+        "FILE:2: document of 65 tokens is over the limit of 64; shorten it, or raise",
     ),
     ([{"length": 31}], "--max-document 30", "FILE:1: document of 31 tokens is over the limit of 30; "),
     ([{"length": 1}], "", "FILE:1: document of 1 tokens is under the minimum of 2"),
     (
         [GOOD, {"length": 80}],
         "--max-document 100",
-        "document 'docs.jsonl:2' of 80 tokens is over the limit of 64 tokens a pack",
+        "--max-document: expected at most --pack-tokens (64), got 100",
     ),
     *(
         ([GOOD], f"{option} 0", f"{option}: expected at least 1, got 0")
-        for option in ("--steps", "--pack-tokens", "--micro-batches", "--layers", "--hidden", "--heads")
+        for option in ("--steps", "--micro-batches", "--layers", "--hidden", "--heads", "--warmup-steps")
     ),
-    ([GOOD], "--warmup-steps 0", "cuda_graph_warmup_steps: expected at least 1, got 0"),
-    ([GOOD], "--max-packed-seqs 8 0", "a capacity's num_seqs must be an integer of at least 1, got 0"),
+    # These named no option, or another one.
+    ([GOOD], "--pack-tokens 1", "--pack-tokens: expected at least 2, got 1"),
+    ([GOOD], "--max-packed-seqs 8 0", "--max-packed-seqs: expected at least 1, got 0"),
+    # These ended in tracebacks.
+    ([GOOD], "--heads 3", "--heads: expected a divisor of --hidden (32), got 3"),
+    ([GOOD], "--hidden 6", "--hidden: expected for each head a multiple of "),
+    ([GOOD], "--seed 99999999999999999999999", "--seed: expected at most 4294967295, got 9999"),
+    ([GOOD], "--layers 99999999999", "--layers: expected at most 1000, got 99999999999"),
     # 0 counted as not given; -3 and 1 left no document and ended in a StopIteration.
     *(
         ([GOOD], f"--max-document {value}", f"--max-document: expected at least 2, got {value}")

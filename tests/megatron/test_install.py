@@ -19,6 +19,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from moe_rig import ExpertTrainer
+from same_bits import assert_same_bits
 
 import megagraph
 from megagraph import _C
@@ -98,14 +99,70 @@ def test_a_model_trains_on_unpatched_after_uninstall_and_replays_again_after_ano
         assert replayed.grads.keys() == {name for name, _ in trainer.named_main_grads()}
 
 
-def test_a_second_install_is_refused_and_changes_nothing() -> None:
+def test_a_second_install_changes_nothing_and_is_refused_if_it_asks_for_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug: one with equal options was refused, and no message named `megagraph run`, which installs first."""
     megagraph.install(rig.graph_config())
     before, installed = _held(), installed_plugin()
-    with pytest.raises(RuntimeError, match=r"installed already; uninstall\(\) first"):
+    megagraph.install(rig.graph_config())
+    megagraph.install()  # whatever is there
+    message = (
+        r"other options \(mode is graph, not eager\): uninstall\(\) first, or under `megagraph run` leave"
+    )
+    with pytest.raises(RuntimeError, match=message):
         megagraph.install(rig.graph_config(mode="eager"))
+    monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
+    with pytest.raises(RuntimeError, match=message):
+        megagraph.install()
     assert _held() == before and installed_plugin() is installed
     megagraph.uninstall()
-    megagraph.install(rig.graph_config())
+    megagraph.install()
+    assert rig.the_plugin().config.mode == "eager"
+
+
+def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: `uninstall()` put the original back, and whatever had been put over ours was gone."""
+    before, over, calls = _held(), {}, list[seams.Seam]()
+
+    def covering(seam: seams.Seam, ours: Callable[..., Any]) -> Callable[..., Any]:
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            calls.append(seam)
+            return ours(*args, **kwargs)
+
+        return theirs
+
+    trainer = Trainer(rig.OPTIONS)
+    unpatched = rig.step(trainer, [rig.ONE], update=False)
+    covered = (seams.SCHEDULES[0], seams.GPT_FORWARD, seams.GPT_PLAN, seams.BLOCK_FORWARD)
+    with monkeypatch.context() as theirs:
+        for seam in covered:  # which monkeypatch holds as it was, to put it back
+            theirs.setattr(seam.owner(), seam.name, seam.function())
+        megagraph.install(rig.graph_config())
+        for seam in covered:
+            over[_where(seam)] = covering(seam, seam.function())
+            setattr(seam.owner(), seam.name, over[_where(seam)])
+        rig.step(trainer, [rig.ONE], update=False, times=3)
+        assert rig.report_of(trainer)["replays"] > 0
+        megagraph.uninstall()
+        (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+        said = warning.getMessage()
+        assert "GPTModel.forward" in said and "wrapped by somebody since install()" in said
+        held = _held()
+        assert all(held[path] is over[path] for path in over if path in held)
+        assert all(held[path] is before[path] for path in held.keys() - over.keys())
+        calls.clear()
+        assert_same_bits(rig.step(trainer, [rig.ONE], update=False), unpatched)
+        assert {seams.SCHEDULES[0], seams.GPT_FORWARD, seams.BLOCK_FORWARD} <= {*calls}
+        # Over theirs, ours of before included.
+        megagraph.install(rig.graph_config())
+        rig.step(trainer, [rig.ONE], update=False, times=3)
+        assert rig.report_of(trainer)["replays"] > 0
+        megagraph.uninstall()
+        assert all(_held()[path] is over[path] for path in over if path in held)
+    assert _held() == before
 
 
 def test_mode_off_patches_nothing_and_without_options_the_environment_decides(

@@ -50,7 +50,7 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
         graphs, get = known_graphs(key_of(model)), kwargs.get
         is_inference = get("inference_context") is not None or get("inference_params") is not None
         if graphs is None:  # a stage of a pipeline may have no layers
-            if is_inference or is_ours(model) or not len(model.decoder.layers):
+            if plugin.is_over or is_inference or is_ours(model) or not len(model.decoder.layers):
                 return original(model, *args, **kwargs)
             graphs = plugin.graphs_of_model(model)
         if is_inference:
@@ -97,7 +97,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         # Without input it says what is missing; a stage of a pipeline may have no layers.
         is_untouched = is_inference or not has_input or not len(model.decoder.layers)
         if graphs is None:
-            if is_untouched:
+            if plugin.is_over or is_untouched:
                 return original(model, *args, **kwargs)
             graphs = plugin.graphs_of_model(model)
         entries = graphs.entries

@@ -3,6 +3,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -18,7 +19,7 @@ from megagraph.log import log, rank
 from megagraph.megatron import seams
 from megagraph.megatron.patch import experts, forwards, inside_layers, overlap
 from megagraph.megatron.plugin import Plugin
-from megagraph.report import check_target, path_of_stage, report_text, write_report
+from megagraph.report import STANDARD_OUTPUT, check_target, path_of_stage, report_text, write_report
 
 __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
 
@@ -27,6 +28,7 @@ _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _plugin: Plugin | None = None  # the installed one
 _undo = contextlib.ExitStack()  # puts every original back, then writes the report and drops all graphs
+_covered: list[str] = []  # what was found under others' wrappers when originals were put back
 
 
 def _wrap(seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> None:
@@ -40,7 +42,17 @@ def _wrap(seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> 
     for name, wrap in ((seam.name, wrapper), ("__call__", call)):
         if wrap is not None:
             original = getattr(owner, name)
-            seams.stand_in(_undo, owner, name, functools.wraps(original)(wrap(original)))
+            ours, put_back = functools.wraps(original)(wrap(original)), contextlib.ExitStack()
+            seams.stand_in(put_back, owner, name, ours)
+            _undo.callback(_put_back, put_back, owner, name, ours)
+
+
+def _put_back(put_back: contextlib.ExitStack, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Puts an original back, but from under what somebody has put over ours: that goes on calling ours."""
+    if vars(owner).get(name) is ours:
+        put_back.close()
+    else:
+        _covered.append(f"{owner.__name__}.{name}")
 
 
 def _wrap_all(plugin: Plugin) -> None:
@@ -98,7 +110,8 @@ def _write_report(plugin: Plugin, first: Path | None) -> None:
 def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
     """Makes Megatron's packed training replay graphs.
 
-    Call it once, before the first step; models may exist already. Nothing is captured here.
+    Call it before the first step; models may exist already. Nothing is captured here. A second call that asks
+    for what is installed does nothing.
 
     Args:
         config: the options, or the path of a TOML file with them, over which MEGAGRAPH_* variables go; by
@@ -107,13 +120,19 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
     Raises:
         TypeError: if `config` is anything else.
         ValueError: if an option is not what it should be, or its report cannot be written.
-        RuntimeError: if the plugin is installed already, megatron-core is absent or does not fit, or
-            the machine has a GPU and this build no CUDA part.
+        RuntimeError: if the plugin is installed already with other options, megatron-core is absent or does
+            not fit, or the machine has a GPU and this build no CUDA part.
     """
     global _plugin
-    if _plugin is not None:
-        raise RuntimeError("megagraph is installed already; uninstall() first to change its options")
-    config = _as_config(config)
+    installed = None if _plugin is None else _plugin.config
+    config = _as_config(config, installed)
+    if installed is not None:
+        if config == installed:
+            return
+        raise RuntimeError(
+            f"megagraph is installed already, with other options ({_difference(installed, config)}): "
+            "uninstall() first, or under `megagraph run` leave install() out of the script"
+        )
     if torch.cuda.is_available() and not _C.WITH_CUDA:
         raise RuntimeError(
             "this machine has a GPU, but megagraph was built without a CUDA compiler: install the CUDA "
@@ -126,18 +145,27 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
     check_target("report", config.report)
     plugin, report = Plugin(config), config.report
     _undo.callback(plugin.release)
-    # As seen from the folder of now.
-    _undo.callback(_write_report, plugin, None if report is None else report.absolute())
+    if report is not None and report != STANDARD_OUTPUT:
+        report = report.absolute()  # as seen from the folder of now
+    _undo.callback(_write_report, plugin, report)
     _wrap_all(plugin)
     _plugin = plugin
     log.info("installed in megatron-core %s, mode %s", version, config.mode)
 
 
-def _as_config(given: object) -> GraphConfig:
+def _difference(installed: GraphConfig, asked: GraphConfig) -> str:
+    """The first option that differs."""
+    names = (field.name for field in dataclasses.fields(GraphConfig))
+    name = next(it for it in names if getattr(installed, it) != getattr(asked, it))
+    return f"{name} is {getattr(installed, name)}, not {getattr(asked, name)}"
+
+
+def _as_config(given: object, installed: GraphConfig | None) -> GraphConfig:
+    """The options that are asked for; without any, what is installed will do."""
     if isinstance(given, GraphConfig):
         return given
     if given is None:
-        return GraphConfig.from_env()
+        return GraphConfig.from_env(base=installed)
     if isinstance(given, str | os.PathLike):
         return GraphConfig.from_env(base=GraphConfig.from_toml(given))
     raise TypeError(
@@ -149,10 +177,19 @@ def _as_config(given: object) -> GraphConfig:
 def uninstall() -> None:
     """Restores every function of Megatron by identity, writes the report, drops all graphs.
 
-    Does nothing if not installed. Runs at exit, too. Of several ranks, rank 0 writes, and of a pipeline one
-    rank of each further stage, into `NAME.stage1.json` and so on beside it; a report that cannot be written
-    is logged, and printed to standard error instead.
+    Of a function that somebody else has wrapped since, the wrapper stays, with ours below it, which passes
+    every call on; a warning names it. Does nothing if not installed. Runs at exit, too. Of several ranks,
+    rank 0 writes, and of a pipeline one rank of each further stage, into `NAME.stage1.json` and so on beside
+    it; a report that cannot be written is logged, and printed to standard error instead.
     """
+    _take_out()
+    if _covered:
+        names = ", ".join(dict.fromkeys(_covered))
+        log.warning("%s: wrapped by somebody since install(), so left in place to pass calls on", names)
+        _covered.clear()
+
+
+def _take_out() -> None:
     global _plugin
     _plugin = None
     _undo.close()
@@ -181,4 +218,4 @@ def resume() -> None:
 
 
 # Graphs must be gone before process groups are: NCCL waits for them for ever.
-atexit.register(uninstall)
+atexit.register(_take_out)

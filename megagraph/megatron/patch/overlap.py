@@ -55,7 +55,7 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
     names = names_of(original)[1:]
 
     def build_schedule_plan(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not len(model.decoder.layers):  # a stage of a pipeline
+        if plugin.is_over or not len(model.decoder.layers):  # a stage of a pipeline
             return original(model, *args, **kwargs)
         graphs = plugin.graphs_of_model(model)
         args, kwargs = by_name(names, args, kwargs)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command ends: its exit code, and one sentence on standard error where something is wrong."""
+
+import errno
+import os
+import sys
+import traceback
+from enum import IntEnum
+
+import torch
+from rich.console import Console
+
+__all__ = ["ExitCode", "Screen", "end", "ended_by", "sentence"]
+
+
+class ExitCode(IntEnum):
+    """The exit codes of `megagraph`; under `megagraph run`, the script's own come first."""
+
+    FINE = 0
+    BITS_DIFFER = 1
+    BAD_INPUT = 2  # argparse's own as well
+    NOTHING_REPLAYED = 3
+    CRASHED = 70  # EX_SOFTWARE of sysexits.h: Python's own 1 would read as bits that differ
+    NOT_WRITTEN = 74  # EX_IOERR
+    INTERRUPTED = 130  # 128 and the signal's number, as shells have it
+    PIPE_CLOSED = 141
+
+
+class Screen(Console):
+    """A console that leaves it to `main()` what to do when its reader has gone; rich's would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error."""
+        raise
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, without the number that Python puts before what the system says."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fspath(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+def end(command: str, said: str, code: ExitCode) -> ExitCode:
+    """Says a sentence, and hands the exit code on."""
+    Console(stderr=True).print(f"megagraph {command}: {said}", markup=False, highlight=False, soft_wrap=True)
+    return code
+
+
+def ended_by(command: str, error: BaseException) -> int:
+    """The exit code of a command of ours that an error ends; a crash keeps its traceback."""
+    if isinstance(error, BrokenPipeError):
+        _hush()
+        return ExitCode.PIPE_CLOSED
+    if isinstance(error, KeyboardInterrupt):
+        return end(command, "interrupted", ExitCode.INTERRUPTED)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _hush()
+        return end(command, sentence(error), ExitCode.NOT_WRITTEN)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        what = str(error).split("\n")[0] or "this machine's is used up"
+        return end(command, f"not enough memory: {what}", ExitCode.CRASHED)
+    if not isinstance(error, Exception):
+        raise error
+    traceback.print_exception(error)
+    return ExitCode.CRASHED
+
+
+def _hush() -> None:
+    """Has what is still to be written to standard output go nowhere, Python's own flush at exit included."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
