@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds megagraph._C, the C++/CUDA core.
 
-With a CUDA compiler and a CUDA build of torch the extension holds the kernels; else, or with
-MEGAGRAPH_CPU_ONLY=1, it is a CPU-only build, which runs the host backend. TORCH_CUDA_ARCH_LIST is
-honoured. With MEGAGRAPH_WERROR=1 a compiler warning is an error, as in CI.
+With a CUDA compiler and a CUDA build of torch the extension holds the kernels; else it is a CPU-only build,
+which runs the host backend. MEGAGRAPH_CUDA=0 builds without kernels in any case, MEGAGRAPH_CUDA=1 not without
+them. TORCH_CUDA_ARCH_LIST is honoured. With MEGAGRAPH_WERROR=1 a compiler warning is an error, as in CI.
+
+A wheel needs the torch that it was built for, and its version says which: 0.1.0+torch2.11.0.cpu. A source
+distribution takes every torch that is tested.
 """
 
 import itertools
 import os
 import pathlib
+import shlex
+import shutil
 import subprocess
+import sys
 import warnings
 
-from setuptools import setup
+import setuptools
 
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"megagraph is built by setuptools 77 or newer, found {setuptools.__version__}: "
+        "run `pip install 'setuptools>=77,<82'`"
+    )
 try:
     import torch
     from torch.utils import cpp_extension
-except ImportError as error:
+except ImportError:
     raise SystemExit(
-        "megagraph is built against the PyTorch it will run with, and none was found: install torch, "
-        "then run `pip install --no-build-isolation .`"
-    ) from error
+        "megagraph is built for the torch that it runs with, and sees none: pip hides your torch while it "
+        "builds: add --no-build-isolation; if torch is not installed, install it first"
+    ) from None
 
+VERSION = "0.1.0"
 ROOT = pathlib.Path(__file__).resolve().parent
 MIN_TORCH = (2, 11)
 NEWEST_TESTED_TORCH = (2, 15)
@@ -121,12 +133,19 @@ def cuda_archs(nvcc: str) -> str:
 
 def find_nvcc() -> str | None:
     """The CUDA compiler to build with, or None for a CPU-only build."""
-    if os.environ.get("MEGAGRAPH_CPU_ONLY") == "1":
+    wanted = os.environ.get("MEGAGRAPH_CUDA") or "auto"
+    if wanted not in ("0", "1", "auto"):
+        raise SystemExit(f"MEGAGRAPH_CUDA: expected 0, 1 or auto, got {wanted!r}")
+    home = cpp_extension.CUDA_HOME
+    nvcc = None if home is None else pathlib.Path(home, "bin", "nvcc")
+    if wanted == "0":
         return None
-    if torch.version.cuda is None or cpp_extension.CUDA_HOME is None:
-        return None
-    nvcc = pathlib.Path(cpp_extension.CUDA_HOME, "bin", "nvcc")
-    return str(nvcc) if nvcc.exists() else None
+    if torch.version.cuda is not None and nvcc is not None and nvcc.exists():
+        return str(nvcc)
+    if wanted == "1":
+        why = "torch is built without CUDA" if torch.version.cuda is None else f"no {nvcc or 'nvcc'} is there"
+        raise SystemExit(f"MEGAGRAPH_CUDA=1 asks for kernels, and {why}: set CUDA_HOME, or MEGAGRAPH_CUDA=0")
+    return None
 
 
 def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
@@ -192,6 +211,11 @@ class BuildExtension(cpp_extension.BuildExtension):
     """Compiles units with ninja and records what the core was built against."""
 
     def build_extensions(self) -> None:
+        compiler = shlex.split(cpp_extension.get_cxx_compiler())[0]
+        if shutil.which(compiler) is None:
+            raise SystemExit(
+                f"megagraph needs a C++17 compiler, and {compiler} is not there: install g++ or set CXX"
+            )
         for built in self.extensions:
             built.sources = units(built.sources, pathlib.Path(self.build_temp, "units"))
         super().build_extensions()
@@ -223,4 +247,17 @@ if found > NEWEST_TESTED_TORCH:
     )
 
 NVCC = find_nvcc()
-setup(ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)})
+if "sdist" in sys.argv:
+    version = VERSION
+    needed = f"torch>={minor(MIN_TORCH)},<{minor((NEWEST_TESTED_TORCH[0], NEWEST_TESTED_TORCH[1] + 1))}"
+else:
+    # Another patch release may lay objects out in another way: the core would not load.
+    release = torch.__version__.split("+")[0]
+    cuda = f"cu{torch.version.cuda.replace('.', '')}" if NVCC else "cpu"
+    version, needed = f"{VERSION}+torch{release}.{cuda}", f"torch=={release}"
+setuptools.setup(
+    version=version,
+    install_requires=[needed, "rich>=13", "tomli>=2; python_version < '3.11'"],
+    ext_modules=[extension(NVCC)],
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+)

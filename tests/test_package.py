@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package itself: whether its core fits the installed torch, what it ships, and who speaks."""
+"""The package itself: whether its core fits the installed torch, how it is built, and who speaks."""
 
 import contextlib
 import importlib
 import logging
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,20 +102,85 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", *folders],
         cwd=ROOT,
-        env={**os.environ, "MEGAGRAPH_CPU_ONLY": "1"},
+        env={**os.environ, "MEGAGRAPH_CUDA": "0"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    (archive,) = tmp_path.glob("*.tar.gz")
+    (archive,) = tmp_path.glob("megagraph-0.1.0.tar.gz")
     with tarfile.open(archive) as file:
+        info = file.extractfile("megagraph-0.1.0/PKG-INFO").read().decode()
         names = {member.name.partition("/")[2] for member in file if member.isfile()}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     assert {Path(source).suffix for source in sources} == {".h", ".cuh", ".cpp", ".cu"}
     assert sources <= names
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "megagraph/py.typed"} <= names
     assert not [it for it in names if it.startswith("tests/") or it.endswith((".so", "_build_info.py"))]
+    for line in (
+        "License-Expression: Apache-2.0",
+        "Author: megagraph developers",
+        "Requires-Dist: torch<2.16,>=2.11",
+        'Requires-Dist: megatron-core<0.20,>=0.16; extra == "megatron"',
+        "Classifier: Programming Language :: Python :: 3.13",
+    ):
+        assert line in info.splitlines(), line
+
+
+# -- what a build asks for, and says -----------------------------------------------------------------
+
+
+Build = Callable[[], SimpleNamespace]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Runs setup.py as for a wheel, up to where setuptools begins."""
+    setuptools = pytest.importorskip("setuptools")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    return lambda: SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")), given=given)
+
+
+@pytest.mark.parametrize("has_nvcc", [False, True])
+def test_a_wheel_requires_the_torch_that_it_was_built_for_and_its_version_says_so(
+    build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_nvcc: bool
+) -> None:
+    """It required torch 2.11 or newer, of which one patch release loads; all builds had one file name."""
+    release = INSTALLED.split("+")[0]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    if has_nvcc:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho compute_90\n")
+        (tmp_path / "bin" / "nvcc").chmod(0o755)
+    for wanted, cuda in (("", has_nvcc), ("auto", has_nvcc), ("0", False), ("1", True)):
+        monkeypatch.setenv("MEGAGRAPH_CUDA", wanted)
+        if cuda and not has_nvcc:
+            with pytest.raises(SystemExit, match=r"^MEGAGRAPH_CUDA=1 asks for kernels, and no "):
+                build()
+            continue
+        given = build().given
+        assert given["version"] == f"0.1.0+torch{release}.{'cu130' if cuda else 'cpu'}"
+        assert given["install_requires"][0] == f"torch=={release}"
+    monkeypatch.setenv("MEGAGRAPH_CUDA", "yes")
+    with pytest.raises(SystemExit, match=r"^MEGAGRAPH_CUDA: expected 0, 1 or auto, got 'yes'"):
+        build()
+
+
+def test_what_a_build_lacks_is_said_in_one_sentence(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install .` said that no torch was found, and a missing compiler took 84 lines."""
+    built = build()
+    monkeypatch.setenv("CXX", "/nonexistent/c++ -m64")
+    with pytest.raises(SystemExit, match=r"^megagraph needs a C\+\+17 compiler, and /nonexistent/c"):
+        built.BuildExtension.build_extensions(SimpleNamespace(extensions=[]))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match="pip hides your torch while it builds: add --no-build-isolation"):
+        build()
+    monkeypatch.setattr("setuptools.__version__", "64.0.3")
+    with pytest.raises(SystemExit, match=r"setuptools 77 or newer, found 64\.0\.3: run `pip install"):
+        build()
 
 
 # -- who speaks, and that it is heard ----------------------------------------------------------------
