@@ -26,7 +26,8 @@ def _parser() -> argparse.ArgumentParser:
         description="CUDA graphs for Megatron training on packed sequences.",
     )
     parser.add_argument("--version", action="version", version=f"megagraph {megagraph.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | run | report")
+    # Not required: argparse would say so of a mistyped option before it, too.
+    commands = parser.add_subparsers(dest="command", metavar="demo | run | report")
     demo.add_parser(commands)
     run.add_parsers(commands)
     return parser
@@ -34,8 +35,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What a user's script raises under `run` is raised."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     command = options.command
+    if command is None:
+        parser.error("expected a command: demo | run | report")
     try:
         try:
             # All that can be wrong with the input is found here; what comes later keeps its traceback.

@@ -7,6 +7,7 @@
 import argparse
 import json
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -60,7 +61,11 @@ def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
         base = GraphConfig.from_toml(options.config)
     config = GraphConfig.from_env(base=base)
     if config.mode != "off":  # which writes none
-        check_target("report", config.report)
+        if os.environ.get("MEGAGRAPH_REPORT"):
+            written = "environment: MEGAGRAPH_REPORT"
+        else:
+            written = f"{options.config}: report"
+        check_target(written, config.report)
     return partial(_run, options.script, options.arguments, config)
 
 

@@ -112,39 +112,6 @@ def test_how_the_script_ends_comes_through_with_the_report_written(files: Files,
     assert installed_plugin() is None
 
 
-# -- bad input -----------------------------------------------------------------------------------
-
-
-def test_what_is_missing_or_wrong_ends_with_2_and_is_named_before_the_script_runs(
-    files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each mistake in a config has test_config.py. Bug: `report = "."` was found after the training."""
-
-    def refused(*arguments: str | Path) -> str:
-        assert run(*arguments) == 2
-        out, err = capsys.readouterr()
-        (line,) = err.splitlines()
-        assert out == "" and line.startswith("megagraph run: ")
-        return str(line).removeprefix("megagraph run: ")
-
-    for place in (files.folder / "gone.py", files.folder):
-        assert refused(place) == f"expected a script, {place} is no file"
-    path, gone = files.script(WITNESS), files.folder / "gone.toml"
-    assert refused("--config", gone, path) == f"--config: expected a TOML file, {gone} is no file"
-    config = files.toml("[megagraph]\nmode = 'fast'")
-    said = refused("--config", config, path)
-    assert said.startswith(f"{config}: mode: expected one of graph, eager, off, got 'fast'")
-    (files.folder / "file").write_text("no folder")
-    for target in (".", "file/report.json"):
-        config = files.toml(report=files.folder / target)
-        assert refused("--config", config, path).startswith("report: expected a file")
-    monkeypatch.setenv("MEGAGRAPH_WARMUP", "3")
-    said = refused("--config", files.toml(), path)
-    assert said.startswith("environment: unknown option 'MEGAGRAPH_WARMUP'; choose from ")
-    assert not path.with_name("seen.json").exists()
-    assert installed_plugin() is None
-
-
 # -- a training ----------------------------------------------------------------------------------
 
 
