@@ -31,6 +31,7 @@ __all__ = [
 ModelReport = Mapping[str, Any]
 
 STANDARD_OUTPUT = Path("-")
+FORMAT = 2  # of the document; the first one did not say its own
 # Further than any clock has run.
 _FAR_MS = 1e15
 
@@ -144,7 +145,7 @@ def scalars(report: ModelReport) -> dict[str, float]:
 
 def report_text(reports: Sequence[ModelReport], **more: Any) -> str:
     """The reports as JSON, with further keys of the document beside `models`."""
-    return json.dumps({"models": list(reports), **more}, indent=2) + "\n"
+    return json.dumps({"format": FORMAT, "models": list(reports), **more}, indent=2) + "\n"
 
 
 def check_target(option: str, path: Path | None) -> None:
@@ -276,6 +277,8 @@ def _read(path: Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # of JSON or UTF-8
         raise ValueError(f"{path}: expected JSON, {error}") from error
+    if isinstance(document, dict) and document.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{path}: expected format {FORMAT} of a report, got {document['format']!r}")
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, list):
         raise ValueError(f"{path}: expected an object with a list 'models', as a run of megagraph leaves it")

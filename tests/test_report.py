@@ -275,6 +275,7 @@ WRONG_VALUES: list[tuple[str, object]] = [
         # Of bytes that are no UTF-8 the message named no file; a folder ended in an IsADirectoryError.
         *((it, "") for it in (b"\xff\xfe{}", Path.mkdir, bool)),
         ("", "expected JSON, Expecting value: line 1 column 1"),
+        ('{"format": 3, "models": []}', "expected format 2 of a report, got 3"),
         *((it, "expected an object with a list 'models'") for it in ("[]", "{}", '{"models": {}}')),
         ('{"models": [3]}', f"models[0]: expected the keys {', '.join(KEYS)}, no model"),
         (
@@ -349,7 +350,7 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence_and_a_full_disk_with_a
     os.close(gone)
     command = [sys.executable, "-m", "megagraph", "report", str(path), "--json"]
     with open("/dev/full", "w") as full, os.fdopen(pipe, "w") as closed:
-        for out, code, said in ((closed, 141, ""), (full, 74, "megagraph report: [Errno 28] No space left")):
+        for out, code, said in ((closed, 141, ""), (full, 74, "megagraph report: --json: No space left")):
             done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
             assert done.returncode == code and done.stderr.startswith(said) and len(done.stderr) < 99
 

@@ -197,6 +197,7 @@ void bind_dispatch(py::module_& m) {
       .def("count_plan", &Dispatcher::count_plan, py::arg("params"), py::arg("tokens"),
            py::arg("is_skipped"))
       .def("counts", &named_counts)
+      .def_property_readonly("most_needed", &Dispatcher::most_needed)
       .def_property_readonly("replayed_tokens", &Dispatcher::replayed_tokens);
 }
 

@@ -119,6 +119,12 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
     if (of_size == capacities_.end()) return {EagerReason::kCpSizeNotCaptured};
     const std::vector<Capacity>& known = of_size->second;
     const Decision decision = decide(*shape, known);
+    if (decision.capacity < 0) {
+      const Capacity most = most_needed_.value_or(Capacity{0, 0, 0});
+      most_needed_ =
+          Capacity{std::max(most.tokens, shape->tokens), std::max(most.num_seqs, shape->num_seqs),
+                   std::max(most.max_seqlen, shape->max_seqlen)};
+    }
     if (decision.capacity >= 0) {
       found.capacity = known[decision.capacity];
     } else if (rules_->needs_equal_rows && !known.empty() &&

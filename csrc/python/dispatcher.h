@@ -138,6 +138,8 @@ class Dispatcher {
   void count_plan(const pybind11::object& params, int64_t tokens, bool is_skipped);
   const Counts& counts() const { return counts_; }
   int64_t replayed_tokens() const { return replayed_tokens_; }  // with those of padding
+  // The most of each number that a pack had which no capacity holds; none if all were held.
+  const std::optional<Capacity>& most_needed() const { return most_needed_; }
 
  private:
   // A pack that some graph may take, or the reason against it.
@@ -183,6 +185,7 @@ class Dispatcher {
   pybind11::object params_type_ = pybind11::none();
   Counts counts_;
   int64_t replayed_tokens_ = 0;
+  mutable std::optional<Capacity> most_needed_;
 };
 
 }  // namespace megagraph

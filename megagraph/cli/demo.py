@@ -23,14 +23,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 import megagraph
-from megagraph.cli.ends import ExitCode, Screen, end, sentence
+from megagraph.cli.ends import ExitCode, Screen, write_json
+from megagraph.cli.verdict import verdict
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import load_documents
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
-from megagraph.report import STANDARD_OUTPUT, check_target, report_table, write_report
+from megagraph.report import STANDARD_OUTPUT, check_target, report_table
 
 __all__ = ["add_parser", "quiet_megatron"]
 
@@ -190,12 +191,9 @@ def _run(
         megagraph.uninstall()
     _show(console, agreement, report, times)
     if options.json is not None and rank() == 0:
-        try:
-            write_report([report], options.json, **_comparison(agreement, times), **_facts())
-        except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            return end("demo", f"--json: {sentence(error)}", ExitCode.NOT_WRITTEN)
+        more = {"verdict": verdict([report]), **_comparison(agreement, times), **_facts()}
+        if code := write_json("demo", options.json, [report], **more):
+            return code
     if not agreement.bitwise_equal:
         return ExitCode.BITS_DIFFER
     if report["replays"] == 0:
@@ -210,6 +208,7 @@ def _show(
     console: Console, agreement: Agreement, report: dict[str, Any], times: tuple[StepTimes, StepTimes] | None
 ) -> None:
     console.print(report_table([report]))
+    console.print(verdict([report]), markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"loss {agreement.losses[0]:.4f} -> {agreement.losses[-1]:.4f} over {agreement.steps} steps"
     )
@@ -231,9 +230,7 @@ def _why_nothing_replayed(report: dict[str, Any], config: GraphConfig, steps: in
     reason = max(counts, key=lambda name: counts[name], default="WARMING_UP")
     if reason == "TOO_MANY_SEQUENCES":
         return "packs hold more documents than --max-packed-seqs. Raise it, or leave it out."
-    if report["failures"]:
-        return f"{reason}. The row 'stays eager' of the table says what was found."
-    return f"{reason}. docs/reasons.md says what to do about it."
+    return f"{reason}. The verdict above says what to do, docs/reasons.md why."
 
 
 def _time_table(times: tuple[StepTimes, StepTimes], report: dict[str, Any]) -> Table:

@@ -5,12 +5,17 @@ import errno
 import os
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-__all__ = ["ExitCode", "Screen", "end", "ended_by", "sentence"]
+from megagraph.report import write_report
+
+__all__ = ["ExitCode", "Screen", "end", "ended_by", "sentence", "write_json"]
 
 
 class ExitCode(IntEnum):
@@ -36,9 +41,20 @@ class Screen(Console):
 
 def sentence(error: BaseException) -> str:
     """What an error says, without the number that Python puts before what the system says."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fspath(error.filename)}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{os.fspath(error.filename)}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def write_json(command: str, path: Path, reports: Sequence[Mapping[str, Any]], /, **more: Any) -> ExitCode:
+    """Writes what `--json` asks for; the exit code, with a sentence if it cannot be written."""
+    try:
+        write_report(reports, path, **more)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return end(command, f"--json: {sentence(error)}", ExitCode.NOT_WRITTEN)
+    return ExitCode.FINE
 
 
 def end(command: str, said: str, code: ExitCode) -> ExitCode:

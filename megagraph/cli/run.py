@@ -5,7 +5,7 @@
 """
 
 import argparse
-import json
+import dataclasses
 import logging
 import os
 import runpy
@@ -16,10 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import megagraph
-from megagraph.cli.ends import Screen
+from megagraph.cli.ends import Screen, write_json
+from megagraph.cli.verdict import verdict
 from megagraph.config import GraphConfig
 from megagraph.log import rank
-from megagraph.report import check_target, read_leases, read_report, report_table
+from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.report import (
+    STANDARD_OUTPUT,
+    check_target,
+    read_leases,
+    read_report,
+    report_table,
+)
 from megagraph.timeline import draw_timeline
 
 __all__ = ["add_parsers"]
@@ -34,6 +42,9 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
         "(docs/configuration.md). Under torchrun: torchrun ... -m megagraph run SCRIPT.",
     )
     parser.add_argument("--config", type=Path, help="TOML file with a table [megagraph]")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output"
+    )
     parser.add_argument("script", type=Path, help="the script, run as __main__")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
     parser.set_defaults(prepare=_prepare_run)
@@ -41,7 +52,14 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser("report", help="show the report that a run left")
     parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    instead.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STANDARD_OUTPUT,
+        metavar="FILE",
+        help="write JSON instead of a table; - or nothing for standard output",
+    )
     instead.add_argument(
         "--timeline",
         type=Path,
@@ -61,7 +79,9 @@ def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
         base = GraphConfig.from_toml(options.config)
     config = GraphConfig.from_env(base=base)
     if config.mode != "off":  # which writes none
-        if os.environ.get("MEGAGRAPH_REPORT"):
+        if options.json is not None:
+            written, config = "--json", dataclasses.replace(config, report=options.json)
+        elif os.environ.get("MEGAGRAPH_REPORT"):
             written = "environment: MEGAGRAPH_REPORT"
         else:
             written = f"{options.config}: report"
@@ -80,10 +100,14 @@ def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = outer
-        reports = megagraph.reports()
+        is_there, reports = installed_plugin() is not None, megagraph.reports()
         if reports and rank() == 0:
             Screen(stderr=True).print(report_table(reports))
         megagraph.uninstall()
+        if rank() == 0:
+            why = "mode is off" if config.mode == "off" else "the script has called uninstall()"
+            said = verdict(reports) if is_there else f"nothing is known: {why}"
+            Screen(stderr=True).print(f"megagraph: {said}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -106,14 +130,16 @@ def _prepare_report(options: argparse.Namespace) -> Callable[[], int]:
     if options.timeline is not None:
         draw_timeline(read_leases(options.file), options.timeline)
         shown = f"wrote {options.timeline}"
-    elif options.json:
-        shown = json.dumps(reports, indent=2)
-    return partial(_show, shown)
+    elif options.json is not None:
+        check_target("--json", options.json)
+        return partial(write_json, "report", options.json, reports, verdict=verdict(reports))
+    return partial(_show, shown, verdict(reports))
 
 
-def _show(shown: Any) -> int:
+def _show(shown: Any, said: str) -> int:
     if isinstance(shown, str):
         print(shown)
     else:
         Screen().print(shown)
+        print(said)
     return 0

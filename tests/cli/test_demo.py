@@ -256,7 +256,7 @@ def test_json_on_standard_output_is_alone_there_and_a_full_disk_ends_it_with_a_s
     def full(*args: Any, **more: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "x.json")
 
-    monkeypatch.setattr(demo_module, "write_report", full)
+    monkeypatch.setattr("megagraph.cli.ends.write_report", full)
     assert demo(*arguments, "--json", files.folder / "x.json", steps="4") == ExitCode.NOT_WRITTEN == 74
     assert "megagraph demo: --json: x.json: No space left on device\n" in capsys.readouterr().err
 

@@ -136,7 +136,15 @@ def test_a_training_replays_and_its_report_is_shown_and_read(
     assert main(["report", str(report)]) == 0
     assert "8 (80.0%)" in capsys.readouterr().out
     assert main(["report", str(report), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [model]
+    document = json.loads(capsys.readouterr().out)
+    assert document == {
+        "format": 2,
+        "models": [model],
+        "verdict": "80 % of layer calls replayed; the rest warmed up",
+    }
+    written = files.folder / "written.json"
+    assert main(["report", str(report), "--json", str(written)]) == 0
+    assert json.loads(written.read_text()) == document
 
 
 def test_the_module_shows_its_commands_without_megatron_and_ends_as_they_do(
@@ -173,5 +181,6 @@ def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
         assert run("--config", files.toml(report=report), files.script(lines)) == 0
     (record,) = (record for record in caplog.records if record.levelname == "ERROR")
     assert f"the report could not be written to {report}" in record.getMessage()
-    assert json.loads(capsys.readouterr().err) == {"models": []}
+    written, _, said = capsys.readouterr().err.partition("megagraph: nothing replayed: ")
+    assert json.loads(written) == {"format": 2, "models": []} and said.startswith("no GPTModel")
     assert installed_plugin() is None

@@ -250,7 +250,7 @@ if os.fork():  # one of the two scripts ends before the other, which then has no
     assert done.returncode == 0, done.stderr
     said = done.stderr.partition("megagraph: the report could not be written to ")[2]
     assert said.startswith(f"{tmp_path}/reports/r.json (")
-    assert json.loads(done.stdout) == json.loads(said.partition("\n")[2]) == {"models": []}
+    assert json.loads(done.stdout) == json.loads(said.partition("\n")[2]) == {"format": 2, "models": []}
 
 
 def test_models_of_one_class_are_told_apart(install: rig.Install, caplog: pytest.LogCaptureFixture) -> None:

@@ -372,12 +372,14 @@ class GraphedModel:
         counters, by_size = bank.counters(), self.dispatcher.counts() if self.context.is_dynamic else {}
         valid, replayed = int(captures.valid_tokens.item()), self.dispatcher.replayed_tokens
         refused = [] if self.refusal is None else [f"{self.name} {self.refusal}"]
+        needed = self.dispatcher.most_needed
         return {
             "model": self.name,
             "calls": counters["calls"],
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
             "capacities": self.dispatcher.report(),
+            "most_needed": None if needed is None else needed.as_dict(),
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
             "padding_share": 1 - valid / replayed if replayed else None,
             "cuda_graph_modules": [*self._layers.scopes],
