@@ -235,11 +235,11 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
     elsewhere = iter([0][:0])
     layers = [Applies(counts), nn.Tanh()]
     bank = captured(layers, "cpu", training=False, **together(lambda said: max(next(elsewhere, 0), said)))
-    # A site runs, its module does; as long as they differ, it runs once more.
+    # All begin. A site runs, its module does; as long as they differ, it runs once more.
     of_site = [0, 0, *[1, 0] * 19, 0]
     may_be_chance = [1, 1, 1, 0]
     if differs_elsewhere:
-        elsewhere = iter([answer for last in may_be_chance for answer in [*of_site * len(layers), last]])
+        elsewhere = iter([answer for last in may_be_chance for answer in [0, *of_site * len(layers), last]])
     calls = 0
     assert_right(verify(bank, "it", example("cpu")))
     assert calls == (4 * 20 if differs_elsewhere else 1)  # verified as often as there
@@ -267,7 +267,7 @@ def test_a_call_that_fails_on_one_rank_is_given_up_on_all(training: bool, error:
     assert_right(verify(bank, "it", example("cpu")))
     num_exchanges, before = len(said), [param.grad for param in bank.specs[0].parameters()]
     # Up to the last site's module, which runs first where there are backwards.
-    fine = [0] * 4 if training else [0] * (3 * 3 - 1)
+    fine = [0] * (1 + 4 if training else 3 * 3)
     said.clear()
     is_broken = True
     with pytest.raises(error):
@@ -287,10 +287,27 @@ def test_what_one_rank_cannot_run_no_rank_compares() -> None:
 
     elsewhere, layers = iter([0][:0]), blocks(3)
     bank = captured(layers, "cpu", **together(lambda said: next(elsewhere, said)))
-    elsewhere = iter([0, 1])  # the second site
+    elsewhere = iter([0, 0, 1])  # the second site
     verified = verify(bank, "it", example("cpu"))
     assert verified.not_run == {1: "on another rank"}
     assert verified.differences == [] and bank.all_free()
+
+
+def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
+    """Bug: a gradient beside `main_grad` kept that rank from it, and others waited in their first graph."""
+    elsewhere, runs = iter([0][:0]), 0
+
+    def counts(hidden: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return hidden * 2
+
+    layers = [Applies(counts)]
+    bank = captured(layers, "cpu", **together(lambda said: next(elsewhere, said)))
+    elsewhere, runs = iter([1]), 0
+    with pytest.raises(RuntimeError, match=r"^variant it runs eager \(on another rank\) and cannot be"):
+        verify(bank, "it", example("cpu"))
+    assert runs == 0 and bank.all_free()
 
 
 # -- what is compared --------------------------------------------------------------------------------

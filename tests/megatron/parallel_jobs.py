@@ -211,6 +211,8 @@ def _tamper(how: dict[int, str], trainer: Trainer, index: int) -> Iterator[None]
         match how.get(index) if distributed.get_rank() == 0 else None:
             case "capture":
                 rig.breaks(layer)
+            case "wrong":  # in its own output alone
+                rig.changes_output(layer.mlp, lambda out: out + 1.0 if rig.is_capturing() else out)
             case "hook":
                 layer.mlp.register_forward_hook(lambda *args: None)
             case "give up":  # outside of any layer, so that the whole capture ends here

@@ -104,6 +104,7 @@ NOTICED = {
     [
         # A layer that rank 0 cannot capture is eager on both, from the first replayed step on.
         ({0: "capture"}, {"CAPTURE_FAILED": AFTERWARDS // 2}, AFTERWARDS // 2),
+        ({0: "wrong"}, {"VERIFY_FAILED": AFTERWARDS // 2}, AFTERWARDS // 2),
         ({0: "hook"}, {"FOREIGN_HOOK": AFTERWARDS // 2}, AFTERWARDS // 2),
         # Different graphs in the end: none is used.
         ({1: "sealed"}, {"GROUP_DISAGREED": AFTERWARDS}, AFTERWARDS),
@@ -276,6 +277,41 @@ def test_a_rank_in_inference_mode_runs_the_rows_of_others_that_only_record_no_gr
     }
     assert rig.report_of(trainer)["replays"] == before["replays"] + counts
     rig.step(trainer, micros)
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_what_one_rank_alone_wants_graphs_for_does_not_keep_all_from_others() -> None:
+    """Bug: as long as it did nothing was captured. What runs in inference mode has no graphs."""
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    _, micros = trained(trainer, met=False)
+    with torch.no_grad() if distributed.get_rank() else torch.inference_mode():
+        rig.forward(trainer.model, micros[0], trainer.device)
+    weight = trainer.chunk.decoder.layers[0].mlp.linear_fc1.weight
+    weight.data = weight.data.clone()  # so that all that has occurred is due again
+    before = rig.report_of(trainer)
+    rig.step(trainer, micros, times=2)
+    after, calls = rig.report_of(trainer), len(micros) * LAYERS
+    assert rig.eager_since(after, before) == {"ADDRESS_MOVED": calls}
+    assert after["replays"] == before["replays"] + calls
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_a_gradient_that_one_rank_has_beside_main_grad_is_none_of_new_graphs_first_step() -> None:
+    """Bug: ranks captured in that step, and this one found it at its first call, while the other replayed."""
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    (micros,) = parallel_jobs.small_steps(1)
+    rig.step(trainer, micros)
+    trainer.zero_grad()
+    if distributed.get_rank():
+        weight = trainer.chunk.decoder.layers[0].mlp.linear_fc1.weight
+        weight.grad = torch.zeros_like(weight)
+    rig.schedule(trainer.model, micros, len(micros), trainer.device)
+    rig.step(trainer, micros)
+    report = rig.report_of(trainer)
+    assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS} and report["replays"] == STEP_CALLS
+    assert report["verification"]["verified"] == 1
 
 
 @on_ranks(2, tensor_parallel=2)

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
 import moe_rig
@@ -23,6 +24,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.verifying import Verifier
+from megagraph.megatron.parallel.peers import HostGroup
 
 
 def _baked(chunk: Any) -> None:
@@ -64,6 +66,40 @@ def test_a_layer_whose_graph_was_wrong_stays_eager_if_its_next_one_cannot_be_com
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "VERIFY_FAILED": (2 + 2 * 2) * 2}
     assert report["verification"]["unverified"] == 1 and len(report["failures"]) == 1
+
+
+def test_a_layer_whose_graph_is_wrong_on_another_rank_runs_eager_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing, elsewhere = Verifier.failing, iter([[0, 1]])
+
+    def of_ranks(*args: Any) -> Any:
+        with mock.patch.object(HostGroup, "max_over_ranks", lambda _group, said: next(elsewhere, said)):
+            return failing(*args)
+
+    monkeypatch.setattr(Verifier, "failing", of_ranks)
+    pair = rig.Pair()
+    pair.step(rig.ONE, rig.TWO, times=3)
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "GROUP_DISAGREED": 2 * 2}
+    assert [it.split(": ")[1] for it in report["failures"]] == [
+        "its graph is wrong on another rank of the group"
+    ]
+
+
+def test_a_pack_without_any_row_that_is_read_is_no_example() -> None:
+    """Bug: in it a graph that was wrong differed in nothing, and was used for all packs that came."""
+    pair, pack = rig.Pair(prepare=_baked), Micro(lengths=(9, 20), padded=(12, 20))
+    pair.step(pack, times=3)
+    for _ in range(2):
+        for trainer in pair.both:
+            weight = trainer.chunk.decoder.layers[0].mlp.linear_fc1.weight
+            weight.data = weight.data.clone()
+        pair.step(Micro(lengths=(0,), padded=(4,)))
+        pair.step(pack)
+    report = pair.report()
+    assert report["eager"].keys() == {"WARMING_UP", "ADDRESS_MOVED", "VERIFY_FAILED"}
+    assert report["verification"]["unverified"] == 1
 
 
 def test_without_verification_it_would_replay(install: rig.Install) -> None:

@@ -186,12 +186,14 @@ class Changes:
     def due_anywhere(self, can_capture: bool) -> set[VariantKey]:
         """What is captured now, in the state of now and the same on all ranks.
 
-        Nothing while they want different graphs, a slot is held or memory is away. `can_capture`: shapes are
-        known on this rank.
+        What some of them alone want waits, as does all while a slot is held or memory is away. `can_capture`:
+        shapes are known on this rank.
         """
         bank, watch = self._captures.bank, self._captures.watch
         has_memory, has_gradients = watch.has_memory(grad=False), watch.has_memory(grad=True)
-        has_gradients = has_gradients and self.gradients_reason is None
+        # Graphs that are captured now would find others at their first call, where ranks cannot ask any more.
+        are_alone = self._peers.size == 1 or not watch.have_other_grads
+        has_gradients = has_gradients and self.gradients_reason is None and are_alone
         due: set[VariantKey] = set()
         if can_capture and self._due.due and self._has_place():
             kinds = self._due.due_in(self._states.current, torch.is_grad_enabled())
@@ -202,10 +204,13 @@ class Changes:
             # What others have met is captured here as well, so whatever keeps a capture back does so first.
             can_capture = can_capture and has_memory and not bank.holders()
             return self._due_on_all(due, can_capture=can_capture, has_gradients=has_gradients)
-        if self._peers.size > 1 and not self._peers.agree_on(repr(sorted(map(repr, due)))):
+        if self._peers.size == 1 or self._peers.agree_on(repr(sorted(map(repr, due)))):
+            return due
+        said = self._peers.gather(pickle.dumps(sorted(due), protocol=0).decode())
+        of_all = set.intersection(*({*pickle.loads(each.encode())} for each in said))
+        if not of_all:
             log.warning("capture waits: ranks of the group want different graphs")
-            return set()
-        return due
+        return of_all
 
     def _due_on_all(
         self, due: Iterable[VariantKey], *, can_capture: bool, has_gradients: bool

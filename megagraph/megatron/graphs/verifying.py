@@ -51,6 +51,10 @@ class _Kept:
         """Whether a capacity holds it."""
         return self.shape.exceeds(capacity) is None and self.capacity in (None, capacity)
 
+    def has_rows(self) -> bool:
+        """Whether anybody reads any of its rows, on whichever rank: a wrong graph shows in no others."""
+        return bool(self.sources[0][-1] > 0)
+
     def take_grad(self, grad: Tensor) -> None:
         """A hook of the block's output."""
         self.grad = grad.detach().clone()
@@ -181,7 +185,8 @@ class Verifier:
         assert capacity is not None
         own = self._kept.get(key.replace(state=0))
         others = (kept for other, kept in reversed(self._kept.items()) if other.kind == family)
-        return own or next((kept for kept in others if kept.fits(capacity)), None)
+        fitting = (kept for kept in others if kept.fits(capacity))
+        return next((kept for kept in (own, *fitting) if kept is not None and kept.has_rows()), None)
 
     def _note_unverified(self, bank: Bank, key: VariantKey, sites: Mapping[int, str]) -> None:
         """Takes note of the sites of a variant, by index, that have graphs and were not compared, and why."""
