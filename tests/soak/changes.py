@@ -19,7 +19,7 @@ from megagraph.bank.restore import Results
 from megagraph.bank.verify import Verification
 from megagraph.demo.trainer import Trainer
 
-__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS", "VERIFICATIONS", "wrong_in_captures"]
+__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS", "VERIFICATIONS", "WRONG", "wrong_in_captures"]
 
 
 def last(trainer: Trainer) -> Any:
@@ -85,29 +85,41 @@ def _fails(*_args: Any) -> None:
     raise RuntimeError("no verification")
 
 
-@contextlib.contextmanager
-def _noisy(*args: Any) -> Iterator[Results]:
-    with _module_run(*args) as made:
-        by = 1.0 + _NOISE.random() * 1e-6
-        yield {name: it * by if it.is_floating_point() else it for name, it in made.items()}
+def _noisy(least: float) -> Callable[..., contextlib.AbstractContextManager[Results]]:
+    """A run of a module that is about so many times what it is, and another one each time."""
+
+    @contextlib.contextmanager
+    def run(*args: Any) -> Iterator[Results]:
+        with _module_run(*args) as made:
+            by = least + _NOISE.random() * 1e-6
+            yield {name: it * by if it.is_floating_point() else it for name, it in made.items()}
+
+    return run
 
 
 _module_run, _NOISE = Verification._module_run, Random(0)
-# Of a verification, in which one rank alone cannot go on, or has to run its modules once more.
+# Of a verification, in which one rank alone cannot go on, or has to run its modules once more, or all of it.
 VERIFICATIONS = {
     "fails": partial(mock.patch.object, Verification, "_compare", _fails),
-    "differs": partial(mock.patch.object, Verification, "_module_run", _noisy),
+    "differs": partial(mock.patch.object, Verification, "_module_run", _noisy(1.0)),
+    "lies off": partial(mock.patch.object, Verification, "_module_run", _noisy(2.0)),
 }
 
 
-def wrong_in_captures(trainer: Trainer, raises: bool) -> Undo:
+# What a layer does wrong in captures: what it adds shows in its own output alone, on no other rank.
+WRONG = ("raises", "scales", "adds")
+
+
+def wrong_in_captures(trainer: Trainer, how: str) -> Undo:
     """The last layer cannot be captured, or its graphs do not compute what it does."""
 
     def other(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)  # with all of its collectives
-        if rig.is_capturing() and raises:
+        if not rig.is_capturing():
+            return out
+        if how == "raises":
             raise RuntimeError("no layer for a capture")
-        return (out[0] * 2.0, *out[1:]) if rig.is_capturing() else out
+        return (out[0] * 2.0 if how == "scales" else out[0] + 1.0, *out[1:])
 
     forward = last(trainer).forward
     return sets("forward", other, last)(trainer)

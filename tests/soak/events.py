@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph
 
-from .changes import CHANGES, VERIFICATIONS, wrong_in_captures
+from .changes import CHANGES, VERIFICATIONS, WRONG, wrong_in_captures
 from .models import KINDS, UNIT, Holder, draw_plugin
 
 if TYPE_CHECKING:
@@ -352,9 +352,7 @@ WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED
 
 @event(*WATCHED, draw=lambda rng: {"name": rng.choice([*CHANGES]), **of_ranks(rng)}, weight=8)
 def changes(twins: "Twins", name: str, ranks: list[int]) -> None:
-    """Without gradients of its input a layer has fewer collectives; with sequence parallelism each has."""
-    is_of_all = name == "frozen embedding" or (name.startswith("frozen") and twins.layout == "sp")
-    twins.change(name, CHANGES[name], [0, 1] if is_of_all else ranks)
+    twins.change(name, CHANGES[name], twins.ranks_of(name, ranks))
 
 
 @event(
@@ -369,14 +367,15 @@ def changes_a_probe(twins: "Twins", name: str, ranks: list[int]) -> None:
 
 @event(
     *WATCHED,
-    draw=lambda rng: {"raises": rng.random() < 0.5, **of_ranks(rng)},
+    draw=lambda rng: {"how": rng.choice(WRONG), **of_ranks(rng)},
     applies=lambda twins: twins.is_shared,
     weight=8,
 )
-def is_wrong_in_captures(twins: "Twins", raises: bool, ranks: list[int]) -> None:
-    if raises or twins.verifies:
+def is_wrong_in_captures(twins: "Twins", how: str, ranks: list[int]) -> None:
+    if how == "raises" or twins.verifies:
+        twins.is_wrong |= how != "raises"
         twins.explain("CAPTURE_FAILED", "VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=True)
-        twins.change("forward", lambda trainer: wrong_in_captures(trainer, raises), ranks)
+        twins.change("forward", lambda trainer: wrong_in_captures(trainer, how), ranks)
         for _ in range(3):  # an eager one, a capture, and what is replayed then
             twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20]}])))
 
@@ -404,7 +403,7 @@ def _captures_again(
     weight=6,
 )
 def verifies(twins: "Twins", how: str, seed: int, ranks: list[int]) -> None:
-    twins.explain("VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=how == "differs")
+    twins.explain("VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=how != "fails")
     _captures_again(twins, ranks, seed, VERIFICATIONS[how])
 
 
@@ -444,6 +443,7 @@ def changes_within_a_step(
     twins: "Twins", packs: list[Given], model: int, name: str, ranks: list[int]
 ) -> None:
     """Before its last micro-batch, and back behind the step. One rank alone may find it, and say so."""
+    ranks = twins.ranks_of(name, ranks)
 
     def work(trainer: Any) -> Any:
         micros = twins.micros(packs)
@@ -462,12 +462,12 @@ def changes_within_a_step(
             left = rig.run_schedule(trainer.model, forward_step, micros, len(micros))
         return left, rig.grads(trainer.chunk)
 
-    twins.each(work, model, is_alone=len(ranks) == 1)
+    twins.each(work, model, is_alone=twins.may_be_alone(ranks))
 
 
 @event(applies=lambda twins: bool(twins.undos), weight=6)
 def takes_back(twins: "Twins") -> None:
-    twins.undos.pop()()
+    twins.take_back()
 
 
 @event(
@@ -590,4 +590,5 @@ def drops_a_model(twins: "Twins") -> None:
 
 @event(draw=lambda rng: {"plugin": draw_plugin(rng)}, weight=1)
 def installs_anew(twins: "Twins", plugin: Given) -> None:
-    twins.install(plugin)
+    kept = ("capacities", "verify") if twins.is_wrong else ()
+    twins.install({**plugin, **{name: twins.plugin[name] for name in kept}})

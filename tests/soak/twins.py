@@ -114,10 +114,11 @@ class Twins:
         self.is_shared, self.rank = bool(scenario.layout), distributed.get_rank()
         self.pairs: list[rig.Pair] = []
         self._kinds: list[Kind] = []
-        self.undos: list[Callable[[], None]] = []  # take the changes of the first pair back, last one first
+        # What takes the changes of the first pair back, last one first, and which ranks these are of.
+        self.undos: list[tuple[Sequence[int], Callable[[], None]]] = []
         self.held: list[Any] = []  # memory that somebody keeps for a while
         self.kept: list[Any] = []  # memory that takes the place of what was freed
-        self.is_adapted = False
+        self.is_adapted = self.is_wrong = False  # the second: in captures, which verifications find
         self.expected: set[str] = {"WARMING_UP"}  # reasons that something has explained
         self.scars: set[str] = set()  # of these those that stay
         self._reports: dict[str, dict[str, Any]] = {}
@@ -143,7 +144,7 @@ class Twins:
         self.held.clear()
         megagraph.uninstall()
         megagraph.install(plugin_of(self.scopes, plugin, self.layout))
-        self._plugin = plugin
+        self.plugin = plugin
         if self.pairs:  # whose DDP is a stranger until a schedule shows it
             self.explain("FOREIGN_HOOK")
         # Each capacity that a pack takes has been verified.
@@ -211,6 +212,16 @@ class Twins:
         """Whether an event of some ranks is one of this rank."""
         return not self.is_shared or self.rank in ranks
 
+    def ranks_of(self, name: str, ranks: Sequence[int]) -> Sequence[int]:
+        """The ranks that a change may be of, where these were drawn.
+
+        Without gradients of its input a layer has fewer collectives. With sequence parallelism which rows a
+        rank has goes by the padding, and what one rank alone computes otherwise does so of other rows.
+        """
+        of_rows = ("frozen layer", "hook on a gradient", *OF_FORWARDS)
+        is_of_all = name == "frozen embedding" or (self.layout == "sp" and name in of_rows)
+        return [0, 1] if is_of_all else ranks
+
     def first_of(self, ranks: Sequence[int]) -> Sequence[Trainer]:
         """Both of the first pair, on these ranks."""
         return self.pairs[0].both if self.is_of(ranks) else ()
@@ -239,7 +250,7 @@ class Twins:
         except RuntimeError as error:
             if not was_alone or WERE_APART not in str(error):
                 raise
-            self.install(self._plugin)
+            self.install(self.plugin)
             other = work_of(pair.graphed)
         try:
             assert_same_bits(one, other)
@@ -261,7 +272,15 @@ class Twins:
             undos = [do(trainer) for trainer in (both[:1] if name in OF_ALL_MODELS else both)]
         except Exception as error:  # such as hooks on parameters that are frozen
             _raise_for_host(error)
-        self.undos.append(lambda: [undo() for undo in reversed(undos)] and None)
+        self.undos.append((ranks, lambda: [undo() for undo in reversed(undos)] and None))
+
+    def take_back(self) -> None:
+        """The last change."""
+        self.undos.pop()[1]()
+
+    def may_be_alone(self, ranks: Sequence[int]) -> bool:
+        """Whether an event of these ranks may be none on one of them: where they are as another one was."""
+        return any(len(it) == 1 for it in (ranks, *(of for of, _ in self.undos)))
 
     def account(self) -> None:
         """Whether all calls are counted, under reasons that something explains."""
@@ -298,7 +317,7 @@ class Twins:
         if graphs != others or are_apart > is_named or is_named > self._is_alone or is_false_alarm:
             raise RanksApart(f"replays, graphs and what was asked for on each rank: {said}")
         if is_named:
-            self.install(self._plugin)
+            self.install(self.plugin)
 
     def _report_of(self, trainer: Any) -> dict[str, Any]:
         for graphs in rig.the_plugin().all_graphs():
@@ -320,7 +339,7 @@ class Twins:
         megagraph.resume()
         torch.set_float32_matmul_precision("highest")
         while self.undos:
-            self.undos.pop()()
+            self.take_back()
         left: set[str] = set()
         for _ in range(CALM_STEPS):
             before = self._report_of(self.pairs[0].graphed)
@@ -390,5 +409,5 @@ def _run(scenario: Scenario, outcome: Outcome) -> None:
         twins.account()
     finally:
         while twins.undos:
-            twins.undos.pop()()
+            twins.take_back()
         twins.figures(outcome)
