@@ -109,6 +109,12 @@ def misfits(rng: Random) -> Given:
     return {**given, "packs": [*given["packs"], last], "how": None}
 
 
+def grads(chunk: Any) -> dict[str, torch.Tensor]:
+    """Without those that ranks add up where a schedule ends, as each has them of the rows that it had."""
+    of_rows = {name for name, it in chunk.named_parameters() if getattr(it, "sequence_parallel", False)}
+    return {name: it for name, it in rig.grads(chunk).items() if name not in of_rows}
+
+
 # -- steps -------------------------------------------------------------------------------------------
 
 
@@ -137,7 +143,7 @@ def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) ->
         losses.sum().backward()
     if not has_scale:
         forget_loss_scale()
-    return [losses.detach().clone() for losses in left], rig.grads(trainer.chunk)
+    return [losses.detach().clone() for losses in left], grads(trainer.chunk)
 
 
 @step("STATE_CHANGED")
@@ -196,7 +202,7 @@ def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
         rig.run_schedule(trainer.model, forward_step, micros, len(micros))
     if module is not None:
         del vars(module)["_call_impl"]
-    return rig.grads(chunk)
+    return grads(chunk)
 
 
 @step(how=range(3), weight=4, of_ranks=False)
