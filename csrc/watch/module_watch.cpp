@@ -36,9 +36,12 @@ void mix_hooks(Hash& hash, PyObject* table, DictVersions& versions) {
   hash.mix(nullptr);  // ends the table
 }
 
-// Those of its gradient accumulator and its own, of which nobody has 65,536.
+// Those of its gradient accumulator and its own, of which nobody has 65,536. One that trains
+// without any on its accumulator may have lost some, which a frozen one does not need.
 size_t count_hooks(PyObject* tensor) {
-  auto counts = static_cast<size_t>(count_accumulator_hooks(tensor_of(tensor)));
+  const at::Tensor& parameter = tensor_of(tensor);
+  auto counts = static_cast<size_t>(count_accumulator_hooks(parameter));
+  if (counts == 0 && parameter.requires_grad()) counts = 0xffff;
   for (PyObject* hooks : tensor_hook_tables(tensor)) {
     counts = (counts << 16) + (hooks != nullptr && PyDict_Check(hooks) ? PyDict_Size(hooks) : 0);
   }

@@ -9,7 +9,7 @@
 // - the addresses of the parameters' main_grad;
 // - which modules there are, in which order;
 // - the keys of their hooks and of those on all modules, and how many hooks each of their
-//   parameters and its gradient accumulator have.
+//   parameters and its gradient accumulator have, or that it trains without any.
 // Memory that was freed counts as no address.
 //
 // Most of it stands in dictionaries of Python, and is read again only where one of them has

@@ -343,7 +343,7 @@ def _carries_foreign_hook(
         found, expected = _C.count_accumulator_hooks(param), accumulator_hooks(param)
         if found > expected:
             return f"hook on the gradient accumulator of parameter {name}"
-        if found < expected:
+        if found < expected and param.requires_grad:  # a frozen one needs none
             return f"the gradient accumulator of parameter {name} has lost its hook, and eager its gradient"
     return None
 

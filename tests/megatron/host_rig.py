@@ -458,7 +458,7 @@ class Offload:
         """Every parameter to the host; of those that train, the memory alone.
 
         A parameter that moves to another device loses its gradient accumulator, and Megatron's DDP with it
-        its hook.
+        its hook. Without a GPU another dtype stands for another device.
         """
         for param in model.parameters():
             copy = param.data.to("cpu", copy=True)
@@ -468,14 +468,15 @@ class Offload:
                 param.data.untyped_storage().resize_(0)
                 self._held.append(torch.full((size // param.element_size(),), NAN).to(param))
             else:
-                old, param.data = param.data, copy
+                old, param.data = param.data, copy if rig.ON_GPU else copy.to(torch.float64)
                 self._held.append(old.fill_(NAN))
 
     def weights_back(self, model: nn.Module, device: torch.device) -> None:
         for param in model.parameters():
             copy = self._copies.pop(param, None)
             if copy is None:
-                param.data = param.data.to(device, copy=True)
+                dtype = torch.float32 if param.dtype is torch.float64 else param.dtype
+                param.data = param.data.to(device, dtype, copy=True)
             else:
                 param.data.untyped_storage().resize_(copy.untyped_storage().nbytes())
                 param.data.copy_(copy)

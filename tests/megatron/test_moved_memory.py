@@ -114,6 +114,35 @@ def test_adapters_that_come_later_cost_one_eager_step(pair: rig.Pair) -> None:
     assert report["replays"] == (1 + 4) * rig.LAYERS and report["failures"] == []
 
 
+def test_a_frozen_layer_that_was_away_replays_until_it_trains_again(pair: rig.Pair) -> None:
+    """Bug: on another device its parameters lose DDP's hooks, and it stayed eager as if it needed them.
+
+    It does once it trains: eager's gradients reach no main gradient any more, and a graph's would.
+    """
+
+    def of_layer(work: Callable[[Any], object]) -> None:
+        pair.each(lambda trainer: work(trainer.chunk.decoder.layers[1]))
+
+    pair.step(rig.ONE)
+    of_layer(lambda layer: layer.requires_grad_(False))
+    pair.step(rig.ONE, times=3)
+    megagraph.suspend()
+    for trainer, offload in zip(pair.both, (Offload(), Offload()), strict=True):
+        offload.weights(trainer.chunk)
+        offload.weights_back(trainer.chunk, trainer.device)
+    megagraph.resume()
+    before = pair.report()
+    pair.step(rig.ONE, rig.TWO, times=2)
+    report = pair.report()
+    assert report["eager"] == before["eager"] and report["failures"] == []
+    of_layer(lambda layer: layer.requires_grad_(True))
+    pair.step(rig.ONE, rig.TWO, times=3)
+    report = pair.report()
+    assert report["eager"].keys() == before["eager"].keys() | {"FOREIGN_HOOK"}
+    assert len(report["failures"]) == 1 and "has lost its hook" in report["failures"][0]
+    assert report["replays"] == before["replays"] + 4 * rig.LAYERS + 4
+
+
 def _with_table(chunk: Any) -> None:
     """The second layer's MLP reads a tensor that no module has."""
     mlp = chunk.decoder.layers[1].mlp

@@ -7,6 +7,7 @@ both twins, and `reasons` are those that it explains, from then on.
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -353,6 +354,7 @@ def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ran
 # Weights that are parametrized cannot be taken back, or as plain tensors if frozen; tied ones train apart.
 UNWANTED = ("parametrized weight", "normalised weight", "tied weights")
 LASTING = [name for name in OF_PROBES if name not in UNWANTED]
+NUMBERS = itertools.count()  # of states: the address of an object that is gone may be another one's
 WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED", "GROUP_DISAGREED")
 
 
@@ -394,9 +396,9 @@ def _captures_again(
     twins: "Twins", ranks: list[int], seed: int, around: Any = contextlib.nullcontext
 ) -> None:
     """In a state that is new, with something around the steps of these ranks."""
-    note = object()
+    number = next(NUMBERS)
     for trainer in twins.pairs[0].both:
-        trainer.chunk.decoder.layers[-1].note = note
+        trainer.chunk.decoder.layers[-1].number = number
     with around() if twins.is_of(ranks) else contextlib.nullcontext():
         for _ in range(3):
             twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20], "seed": seed}])))
@@ -497,10 +499,11 @@ def resumes(twins: "Twins", ranks: list[int]) -> None:
         megagraph.resume()
 
 
-@event("ADDRESS_MOVED", applies=lambda twins: twins.has("dense") and not twins.is_adapted, of_ranks=False)
+# The second reason is of halves without adapters, which are frozen.
+@event("ADDRESS_MOVED", "STATE_CHANGED", applies=lambda twins: twins.may_adapt, of_ranks=False)
 def adapts(twins: "Twins") -> None:
     """DDP does not know these adapters, and nobody takes them out again."""
-    twins.is_adapted = True
+    twins.may_adapt = False
     for trainer in twins.pairs[0].both:
         host_rig.adapt(trainer.chunk)
 
@@ -560,6 +563,8 @@ def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) 
 def offloads(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
     with _suspended() if is_told else contextlib.nullcontext():
         for trainer in twins.first_of(ranks):
+            if not all(param.requires_grad for param in trainer.model.param_to_bucket_group):
+                twins.explain("FOREIGN_HOOK", lasts=True)  # once they train again: DDP's are lost
             offload = host_rig.Offload()
             offload.weights(trainer.chunk)
             offload.gradients(trainer.model)

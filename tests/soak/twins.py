@@ -118,7 +118,8 @@ class Twins:
         self.undos: list[tuple[Sequence[int], Callable[[], None]]] = []
         self.held: list[Any] = []  # memory that somebody keeps for a while
         self.kept: list[Any] = []  # memory that takes the place of what was freed
-        self.is_adapted = self.is_wrong = False  # the second: in captures, which verifications find
+        self.may_adapt = "dense" in KINDS[scenario.kind].has
+        self.is_wrong = False  # in captures, which verifications find
         self.expected: set[str] = {"WARMING_UP"}  # reasons that something has explained
         self.scars: set[str] = set()  # of these those that stay
         self._reports: dict[str, dict[str, Any]] = {}
