@@ -171,7 +171,9 @@ class Captures:
 
     def _find_failing(self, keys: Sequence[VariantKey]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():
-            return self.verifier.failing(self.bank, keys)
+            failing = self.verifier.failing(self.bank, keys)
+        self.layers.keep_out(failing)
+        return failing
 
     def is_still_right(self) -> bool:
         """Verifies a variant that is due in this state; drops every graph if that of a layer is wrong."""

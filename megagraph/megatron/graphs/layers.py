@@ -59,7 +59,9 @@ class BlockLayers:
         self.scopes = scopes_of(model, config.cuda_graph_modules)
         self._joins = config.cuda_graph_granularity == "chunk"
         self._apart: set[int] = set()  # layers whose site of several has failed
-        self._wrong: dict[int, Why] = {}  # those of them that were at fault
+        # By name those whose graph was wrong, or that were at fault for one of several. No other is made:
+        # what is captured after memory has moved may have no micro-batch to be compared on.
+        self._wrong: dict[str, Why] = {}
         self._has_said_why = False
         # Of graphs, for what may be another thing at the next capture.
         self._kept_out: Mapping[int, Why] = {}
@@ -92,12 +94,14 @@ class BlockLayers:
         model: Any = self._model()
         block = model.decoder
         now = list(map(weakref.ref, block.layers))
-        if now != self._seen or self.plan.may_graph_more():
+        has_others = now != self._seen
+        if has_others or self.plan.may_graph_more():
             self._seen = now
             self._each = self.plan = BlockPlan(list(block.layers), self.scopes, block_context(block))
             self.num_sites = len(self.specs)
             self._apart.clear()
-            self._wrong.clear()
+            if has_others:
+                self._wrong.clear()
             return True
         if self.plan is not self._each and not self.entries.are_megatrons:
             self.plan = self._each
@@ -148,9 +152,8 @@ class BlockLayers:
         self._kept_out = self._kept_out_now()
         elsewhere = "another rank of the group cannot graph it"
         ineligible = found_anywhere(self._peers, here, len(self.specs), elsewhere)
-        starts = enumerate(place.start for place in self._places)
-        wrong = {index: self._wrong[start] for index, start in starts if start in self._wrong}
-        return {**ineligible, **wrong}
+        named = enumerate(spec.name for spec in self.specs)
+        return {**ineligible, **{index: self._wrong[name] for index, name in named if name in self._wrong}}
 
     def are_kept_out_otherwise(self) -> bool:
         """Whether other layers than before the first capture must not be in a graph, or not be split.
@@ -192,17 +195,16 @@ class BlockLayers:
 
     def are_to_join_otherwise(self, failed: Mapping[int, Why]) -> bool:
         """Learns which sites failed, by index, and why. Returns whether others are to be captured."""
-        if not self._joins:
-            return False
         places = self._places
         of_several = {place for index in failed if len(places[index]) > 1 for place in places[index]}
-        found = {
-            places[index].start: why
-            for index, why in failed.items()
-            if len(places[index]) == 1 and places[index].start in self._apart - self._wrong.keys()
-        }
-        if found:
-            self._wrong |= found
+        at_fault = {index: why for index, why in failed.items() if places[index].start in self._apart}
+        if at_fault:
+            self.keep_out(at_fault)
             self._apart.clear()
         self._apart |= of_several
-        return bool(of_several or found)
+        return bool(of_several or at_fault)
+
+    def keep_out(self, wrong: Mapping[int, Why]) -> None:
+        """Has sites of one layer, by index, stay eager in every capture to come, for these reasons."""
+        alone = {index: why for index, why in wrong.items() if self.specs[index].calls == 1}
+        self._wrong |= {self.specs[index].name: why for index, why in alone.items()}

@@ -78,9 +78,6 @@ class Verifier:
         self._verified = self._bytes = 0
         self._seconds = 0.0
         self._within_spread: set[str] = set()
-        # Sites whose graph was wrong when it was last compared, by name. Their next one may never be: memory
-        # that moves while graphs are suspended costs no eager step, and leaves no example.
-        self._wrong: dict[str, str] = {}
         self._kept_memory: str | None = None  # why no graph may run any more
 
     # -- examples --------------------------------------------------------------------------------
@@ -133,15 +130,8 @@ class Verifier:
         found: dict[int, Why] = {}
         for key in keys:
             verification = self._verify(bank, key)
-            if verification is not None:
-                left = {*verification.not_run, *found}
-                for index in bank.graphable().keys() - left:
-                    self._wrong.pop(bank.specs[index].name, None)
-                for difference in verification.differences:
-                    self._wrong.setdefault(bank.specs[difference.index].name, str(difference))
-            for index, spec in bank.graphable().items():
-                if spec.name in self._wrong:
-                    found.setdefault(index, (EagerReason.VERIFY_FAILED, self._wrong[spec.name]))
+            for difference in () if verification is None else verification.differences:
+                found.setdefault(difference.index, (EagerReason.VERIFY_FAILED, str(difference)))
             if self._kept_memory is not None and key in bank.variants:
                 why = EagerReason.VERIFY_FAILED, self._kept_memory
                 found = dict.fromkeys(range(len(bank.specs)), why)
