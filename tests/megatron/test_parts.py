@@ -209,6 +209,22 @@ def test_from_the_beginning_away_and_back_again(scopes: Sequence[str], child: st
     assert set(back["eager"]) <= {"WARMING_UP", "STATE_CHANGED", "SCOPE_UNSUPPORTED", "PARAMETERS_CHANGED"}
 
 
+def test_a_forward_that_cannot_be_split_is_asked_once(install: rig.Install) -> None:
+    """Bug: before each step, for some 100 us a layer."""
+    install(cuda_graph_modules=("attn",))
+    trainer, asked = rig.ModelTrainer(), []
+    layer = trainer.chunk.decoder.layers[1]
+
+    def doubled(*args: Any, forward: Any = layer.forward, **kwargs: Any) -> Any:
+        out, context = forward(*args, **kwargs)
+        asked.append(out.is_meta)
+        return out * 2, context
+
+    layer.forward = doubled
+    of_steps = [rig.step(trainer, [rig.ONE]) and sum(asked) for _ in range(5)]
+    assert 0 < of_steps[1] == of_steps[-1] and rig.report_of(trainer)["eager"]["SCOPE_UNSUPPORTED"] == 4
+
+
 ALL = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()]
 
 

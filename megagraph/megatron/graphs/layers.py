@@ -206,5 +206,4 @@ class BlockLayers:
 
     def keep_out(self, wrong: Mapping[int, Why]) -> None:
         """Has sites of one layer, by index, stay eager in every capture to come, for these reasons."""
-        alone = {index: why for index, why in wrong.items() if self.specs[index].calls == 1}
-        self._wrong |= {self.specs[index].name: why for index, why in alone.items()}
+        self._wrong |= {self.specs[it].name: why for it, why in wrong.items() if self.specs[it].calls == 1}
