@@ -114,6 +114,23 @@ def test_adapters_that_come_later_cost_one_eager_step(pair: rig.Pair) -> None:
     assert report["replays"] == (1 + 4) * rig.LAYERS and report["failures"] == []
 
 
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_resume_announces_no_move_that_comes_later_nor_without_a_suspension(
+    pair: rig.Pair, is_suspended: bool
+) -> None:
+    pair.step(rig.ONE, times=2)
+    if is_suspended:
+        megagraph.suspend()
+    megagraph.resume()
+    if is_suspended:
+        pair.step(rig.ONE)
+    for trainer in pair.both:
+        weight = trainer.chunk.decoder.layers[1].mlp.linear_fc1.weight
+        weight.data = weight.data.clone()
+    pair.step(rig.ONE)
+    assert pair.report()["eager"] == dict.fromkeys(("WARMING_UP", "ADDRESS_MOVED"), rig.LAYERS)
+
+
 def test_a_frozen_layer_that_was_away_replays_until_it_trains_again(pair: rig.Pair) -> None:
     """Bug: on another device its parameters lose DDP's hooks, and it stayed eager as if it needed them.
 

@@ -15,7 +15,7 @@ from leftovers import free_models
 from megatron_rig import OPTIONS, Micro, graph_config, report_of, step, te_layer_spec
 from moe_rig import block_spec
 from streams import seed_streams
-from torch import Tensor
+from torch import Tensor, nn
 
 import megagraph
 from megagraph.bank.verify import verify
@@ -69,6 +69,10 @@ def test_a_layer_whose_graph_was_wrong_gets_none_again() -> None:
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "VERIFY_FAILED": (2 + 2 * 2) * 2}
     assert report["verification"]["unverified"] == 1 and len(report["failures"]) == 1
     assert captured and not any(captured)
+    for trainer in pair.both:  # the other one takes its place, and its name
+        trainer.chunk.decoder.layers = nn.ModuleList(reversed(trainer.chunk.decoder.layers))
+    pair.step(rig.ONE, rig.TWO, times=3)
+    assert pair.report()["replays"] == report["replays"] + 2 * 2
 
 
 def test_a_layer_whose_graph_is_wrong_on_another_rank_runs_eager_here(

@@ -205,5 +205,5 @@ class BlockLayers:
         return bool(of_several or at_fault)
 
     def keep_out(self, wrong: Mapping[int, Why]) -> None:
-        """Has sites of one layer, by index, stay eager in every capture to come, for these reasons."""
-        self._wrong |= {self.specs[it].name: why for it, why in wrong.items() if self.specs[it].calls == 1}
+        """Has sites, by index, stay eager in every capture to come, for these reasons."""
+        self._wrong |= {self.specs[it].name: why for it, why in wrong.items()}
