@@ -7,7 +7,6 @@ both twins, and `reasons` are those that it explains, from then on.
 
 import contextlib
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -323,11 +322,7 @@ def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ran
     twins.each(work, model)
 
 
-@event(
-    *("STATE_CHANGED", "SIGNATURE_CHANGED"),
-    draw=_packs_of_ranks,
-    applies=lambda twins: twins.is_shared,
-)
+@event("STATE_CHANGED", "SIGNATURE_CHANGED", draw=_packs_of_ranks, applies=lambda twins: twins.is_shared)
 def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
     """Where nothing is left to do that ranks do together."""
 
@@ -354,7 +349,6 @@ def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ran
 # Weights that are parametrized cannot be taken back, or as plain tensors if frozen; tied ones train apart.
 UNWANTED = ("parametrized weight", "normalised weight", "tied weights")
 LASTING = [name for name in OF_PROBES if name not in UNWANTED]
-NUMBERS = itertools.count()  # of states: the address of an object that is gone may be another one's
 WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED", "GROUP_DISAGREED")
 
 
@@ -396,9 +390,9 @@ def _captures_again(
     twins: "Twins", ranks: list[int], seed: int, around: Any = contextlib.nullcontext
 ) -> None:
     """In a state that is new, with something around the steps of these ranks."""
-    number = next(NUMBERS)
     for trainer in twins.pairs[0].both:
-        trainer.chunk.decoder.layers[-1].number = number
+        last = trainer.chunk.decoder.layers[-1]
+        last.number = getattr(last, "number", 0) + 1  # the address of an object() may be a former one's
     with around() if twins.is_of(ranks) else contextlib.nullcontext():
         for _ in range(3):
             twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20], "seed": seed}])))
@@ -601,5 +595,4 @@ def drops_a_model(twins: "Twins") -> None:
 
 @event(draw=lambda rng: {"plugin": draw_plugin(rng)}, weight=1)
 def installs_anew(twins: "Twins", plugin: Given) -> None:
-    kept = ("capacities", "verify") if twins.is_wrong else ()
-    twins.install({**plugin, **{name: twins.plugin[name] for name in kept}})
+    twins.install({**plugin, **{it: twins.plugin[it] for it in ("capacities", "verify") if twins.is_wrong}})
