@@ -2,8 +2,8 @@
 """Runs megatron-core on the CPU, for the demo and the tests if there is no GPU.
 
 megatron-core names the CUDA device throughout; inside this context such names mean the CPU, its
-random numbers included. Dense models, tensor parallelism, recompute, schedules and DDP work; the
-distributed optimizer does not. Makes no claim of speed.
+random numbers, streams and events included. Dense models, tensor parallelism, recompute, schedules and DDP
+work; the distributed optimizer does not. Makes no claim of speed.
 """
 
 import contextlib
@@ -23,6 +23,22 @@ _OF_TORCH = (
     *("tensor", "triu", "zeros", "zeros_like"),
 )
 _OF_TENSORS = ("new_empty", "new_zeros", "to")
+
+
+class _HostStream:
+    """A stream and event of the host's, where everything runs in order."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def record_event(self) -> "_HostStream":
+        return self
+
+    def synchronize(self) -> None: ...
 
 
 def _cuda_means_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +69,12 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "current_stream", lambda *args: torch.cpu.current_stream()),
         (torch.cuda, "synchronize", lambda *args, **kwargs: None),
+        (torch.cuda, "Stream", _HostStream),
+        (torch.cuda, "Event", _HostStream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda.nvtx, "range_push", lambda *args: None),
+        (torch.cuda.nvtx, "range_pop", lambda *args: None),
+        (Tensor, "record_stream", lambda *args: None),
         (torch.cuda, "get_rng_state", rng_state),
         (torch.cuda.random, "get_rng_state", rng_state),
         (torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),

@@ -142,22 +142,6 @@ def lose(*args: Any, **kwargs: Any) -> None:
     raise OSError("lost")
 
 
-class _HostStream:
-    """A stream and event of the host's, where everything runs in order."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def record_event(self) -> "_HostStream":
-        return self
-
-    def synchronize(self) -> None: ...
-
-
 def _on_host(tensor: Any, as_numpy: bool = False, **_streams: Any) -> Any:
     """What core copies to the host; there it lies already, and is handed on as the copy would be."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
@@ -167,21 +151,12 @@ def _on_host(tensor: Any, as_numpy: bool = False, **_streams: Any) -> Any:
 def experts_on_cpu() -> Iterator[None]:
     """Lets core's experts run where there is neither a GPU nor Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     with contextlib.ExitStack() as stack:
         if not hasattr(moe_utils, "te_general_gemm"):  # which 0.16 reads where it could not import it
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         if not torch.cuda.is_available():
-            stream = _HostStream()
-            stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream))
             stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
-            for name in ("Stream", "Event"):
-                stack.enter_context(mock.patch.object(torch.cuda, name, _HostStream))
-            for name in ("range_push", "range_pop"):
-                stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *args: None))
-            stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *args: None))
-            stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()))
         yield
 
 

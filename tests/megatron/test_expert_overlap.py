@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that train under expert-parallel overlap: known, counted, with the bits of training without it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron_rig import Micro
 from moe_rig import ExpertTrainer
+from overlap_rig import CALLS, COUNTS, OverlapTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, seeded
 from torch import distributed
@@ -22,35 +23,7 @@ from megagraph.megatron.seams import plans_free_what_one_expert_reads
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
-COUNTS = (3, 1, 4, 2)  # micro-batches of each step
-CALLS = rig.LAYERS  # in each micro-batch
 EVALUATED = 3
-
-
-class Descent:
-    """An optimizer that takes bfloat16 on the CPU, as Megatron's does not."""
-
-    def __init__(self, chunk: Any) -> None:
-        self._parameters = [*chunk.parameters()]
-
-    def zero_grad(self) -> None: ...
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self._parameters:
-                parameter -= 0.05 * parameter.main_grad
-
-
-class OverlapTrainer(ExpertTrainer):
-    """Overlap demands half precision.
-
-    In it, the mean that the router logs of its z-loss rounds otherwise where rows that count are chosen.
-    """
-
-    def __init__(self, **changes: Any) -> None:
-        super().__init__(bf16=True, moe_z_loss_coeff=None, **changes)
-
-    def make_optimizer(self) -> Any:
-        return Descent(self.chunk)
 
 
 def steps_of(rank: int) -> list[list[Micro]]:
@@ -103,12 +76,10 @@ def test_training_with_overlap_has_the_bits_of_training_without(mode: str) -> No
 
 
 @pytest.fixture
-def trainer(install: rig.Install, experts: None) -> Iterator[Any]:
+def trainer(install: rig.Install, experts: None) -> Any:
     """A model whose schedule makes plans, though its experts are on one rank."""
     install()
-    trainer = ExpertTrainer()
-    trainer.chunk.config.overlap_moe_expert_parallel_comm = True
-    return trainer
+    return OverlapTrainer(overlaps=True)
 
 
 def ask_for_plan(trainer: Any, hold: Callable[[], Any], **further: Any) -> None:

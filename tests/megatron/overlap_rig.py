@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training under expert-parallel overlap in one process: by Megatron's own schedule, with a stand-in for the
+all-to-all, and with what tests do in the nodes of its plans.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import megatron_rig as rig
+import moe_rig
+import torch
+from megatron_rig import Micro, Run
+from streams import seed_streams
+from torch import nn
+
+from benchmarks.subjects.overlap import copies_for_all_to_all
+
+COUNTS = (3, 1, 4, 2)  # micro-batches of each step
+CALLS = rig.LAYERS  # in each micro-batch
+SCOPES = ("attn", "moe_router")
+# Of a plan of one micro-batch. That up to the dispatch, `attn` in 0.16, is called as it is in later releases.
+FIRST = "pre_dispatch_computation"
+OF_LAYERS = (FIRST, "moe_dispatch", "mlp", "moe_combine")
+EXCHANGES = ("moe_dispatch", "moe_combine")  # on the communication stream
+NODES = ("pre_process", *OF_LAYERS, "post_process", "loss_func")
+
+
+class Descent:
+    """An optimizer that takes bfloat16 on the CPU, as Megatron's does not."""
+
+    def __init__(self, chunk: Any) -> None:
+        self._parameters = [*chunk.parameters()]
+
+    def zero_grad(self) -> None: ...
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self._parameters:
+                parameter -= 0.05 * parameter.main_grad
+
+
+class OverlapTrainer(moe_rig.ExpertTrainer):
+    """Overlap demands half precision.
+
+    In it, the mean that the router logs of its z-loss rounds otherwise where rows that count are chosen.
+    """
+
+    def __init__(
+        self,
+        kinds: str = "EE",
+        *,
+        overlaps: bool = False,  # on one rank, for which Megatron's config refuses it
+        engine: bool = False,  # layers of Transformer Engine's modules
+        **changes: Any,
+    ) -> None:
+        self._overlaps = overlaps
+        of_engine = {"moe_grouped_gemm": True, "normalization": "RMSNorm"} if engine else {}
+        given = {"bf16": True, "moe_z_loss_coeff": None, **of_engine, **changes}
+        super().__init__(kinds, spec=moe_rig.block_spec(kinds, engine=engine), **given)
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        config.overlap_moe_expert_parallel_comm |= self._overlaps
+        return super().make_chunk(config, spec)
+
+    def make_optimizer(self) -> Any:
+        return Descent(self.chunk)
+
+
+def _filled(micro: Micro) -> Micro:
+    """The same, but for its last document, with which it fills its capacity."""
+    missing = rig.CAPACITY.tokens - micro.physical
+    return dataclasses.replace(micro, lengths=(*micro.lengths[:-1], micro.lengths[-1] + missing))
+
+
+def steps_of(number: int, *, fills: bool = True, masks: bool = False) -> list[list[Micro]]:
+    """Steps whose packs and counts change. With `fills` all packs are equally long, their documents not.
+
+    Plans run packs as they were given, and means that routers log round by the number of rows.
+    """
+    steps = rig.steps_of(number * max(COUNTS), tails=False, masks=masks)
+    packs = map(_filled if fills else dataclasses.replace, itertools.chain.from_iterable(steps))
+    return [[*itertools.islice(packs, COUNTS[index % len(COUNTS)])] for index in range(number)]
+
+
+@contextlib.contextmanager
+def in_nodes(act: Callable[[str], None], *, behind: bool = False) -> Iterator[None]:
+    """Each pass of each node made inside calls `act` on its stream, before what it does or behind it.
+
+    `act` is told the node's name and what it runs: `mlp backward`.
+    """
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    make = ScheduleNode.__init__
+
+    def acting(place: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def acts(*args: Any) -> Any:
+            if not behind:
+                act(place)
+            found = run(*args)
+            if behind:
+                act(place)
+            return found
+
+        return acts
+
+    def init(node: Any, *args: Any, **kwargs: Any) -> None:
+        make(node, *args, **kwargs)
+        name = {"attn": FIRST}.get(node.name, node.name)
+        node.forward_func = acting(f"{name} forward", node.forward_func)
+        node.backward_func = acting(f"{name} backward", node.backward_func)
+
+    with mock.patch.object(ScheduleNode, "__init__", init):
+        yield
+
+
+def raising(place: str, number: int) -> Callable[[str], None]:
+    """For `in_nodes()`: the pass of this number, counted from 1, that runs there raises."""
+    passes = itertools.count(1)
+
+    def act(at: str) -> None:
+        if at == place and next(passes) == number:
+            moe_rig.lose()
+
+    return act
+
+
+def train(
+    steps: Sequence[Sequence[Micro]],
+    mode: str | None,  # of the plugin, which is not there in None
+    *,
+    overlaps: bool = True,
+    us: float = 0.0,  # that all-to-alls take on a GPU
+    plugin: dict[str, Any] | None = None,  # further options of `graph_config()`
+    **given: Any,  # to `megatron_rig.train()`
+) -> Run:
+    """Trains experts of one rank."""
+    config = (
+        rig.graph_config(**{"cuda_graph_modules": SCOPES, **(plugin or {}), "mode": mode}) if mode else None
+    )
+    seed_streams()
+    with moe_rig.experts_on_cpu(), copies_for_all_to_all(us):
+        return rig.train(config, steps, OverlapTrainer, overlaps=overlaps, **given)

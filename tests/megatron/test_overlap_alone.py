@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel overlap in one process: two real streams on a GPU. A copy stands for the all-to-all.
+
+All is compared with training without overlap, since eager overlap could be wrong itself.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import megatron_rig as rig
+import pytest
+import torch
+from megatron_rig import Micro, Run
+from overlap_rig import CALLS, EXCHANGES, NODES, OF_LAYERS, in_nodes, raising, steps_of, train
+from same_bits import BitsDiffer, assert_same_bits
+
+from benchmarks.subjects.overlap import keep_busy
+
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
+
+STEPS = 9  # more than twice all counts
+ON_GPU = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # Transformer Engine's own, of every kind
+engines = pytest.mark.parametrize(
+    "engine", [False, pytest.param(True, marks=[*ON_GPU, rig.needs_engine])], ids=["core", "engine"]
+)
+
+
+def check_calls(report: dict[str, Any], mode: str, micro_batches: int) -> None:
+    """Nothing failed, and each layer of each micro-batch was counted once."""
+    assert report["failures"] == [] and report["calls"] == micro_batches * CALLS
+    if mode == "eager":
+        assert report["eager"] == {"DISABLED": micro_batches * CALLS}
+
+
+@engines
+@pytest.mark.parametrize("us", [0, *(pytest.param(us, marks=pytest.mark.gpu) for us in (50, 800))])
+@pytest.mark.parametrize("masks", [False, True], ids=["no masks", "masks"])
+def test_overlap_has_the_bits_of_no_overlap(
+    masks: bool, us: float, engine: bool, deterministic_engine: None
+) -> None:
+    steps = steps_of(STEPS, masks=masks)
+    without = train(steps, "eager", overlaps=False, engine=engine)
+    for mode in ("eager", "graph"):
+        overlapped = train(steps, mode, us=us, engine=engine)
+        assert_same_bits(without, overlapped, mode)
+        check_calls(overlapped.report, mode, sum(map(len, steps)))
+
+
+def test_packs_below_their_capacity_have_its_bits() -> None:
+    steps = steps_of(STEPS, fills=False)
+    alone = [train(steps, None, overlaps=overlaps) for overlaps in (False, True)]
+    assert_same_bits(*alone)
+    assert_same_bits(*(train(steps, mode) for mode in ("eager", "graph")))
+
+
+# -- steps that raise ------------------------------------------------------------------------------
+
+MICROS = steps_of(STEPS)
+BREAKS = 6  # the step that raises
+_PLACES = [f"{node} {way}" for node in NODES for way in ("forward", "backward")]
+_PLACES.remove("loss_func backward")  # is no node's
+Break = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def in_place(place: str) -> Break:
+    """In the second micro-batch, beside whose forward the backward of the first runs."""
+    number = CALLS + 1 if place.split()[0] in OF_LAYERS else 2
+    return partial(in_nodes, raising(place, number), behind=True)
+
+
+def without_its_pack() -> contextlib.AbstractContextManager[Any]:
+    """The last plan is asked for without the pack that was made for it, as Megatron's own script does."""
+    forward = rig.forward
+
+    def dropping(make: Any, micro: Micro, device: torch.device) -> Any:
+        def made(*, packed_seq_params: Any, **given: Any) -> Any:
+            kept = {} if micro is MICROS[BREAKS][-1] else {"packed_seq_params": packed_seq_params}
+            return make(**given, **kept)
+
+        return forward(made, micro, device)
+
+    return mock.patch.object(rig, "forward", dropping)
+
+
+BROKEN = {place: (in_place(place), OSError, "lost") for place in _PLACES}
+BROKEN["packs left out"] = without_its_pack, ValueError, "expected packed_seq_params in build_schedule_plan"
+
+
+@functools.cache
+def undisturbed() -> Run:
+    """Training without overlap and without the step that raises."""
+    return train([*MICROS[:BREAKS], *MICROS[BREAKS + 1 :]], "eager", overlaps=False)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
+    breaks, error, said = BROKEN[what]
+
+    @contextlib.contextmanager
+    def around(_trainer: Any, index: int) -> Iterator[None]:
+        if index != BREAKS:
+            yield
+            return
+        with pytest.raises(error, match=said), breaks():
+            yield
+        rig.metrics()  # of its first micro-batches alone
+
+    assert_same_bits(undisturbed(), train(MICROS, "graph", around=around))
+
+
+# -- consumers that come late ----------------------------------------------------------------------
+
+LATE_US = 3000.0  # longer than the host takes to reach the consumer
+
+
+def busy(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Before each node of this kind its stream is busy."""
+
+    def act(place: str) -> None:
+        if (place.split()[0] in EXCHANGES) == (kind == "communication"):
+            keep_busy(LATE_US)
+
+    return in_nodes(act) if kind else contextlib.nullcontext()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [50, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", ["", "communication", "compute"])
+def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
+    """Slots become NaN once they are free, as does fresh memory."""
+    micros = steps_of(steps, masks=True)
+    eager = train(micros, "eager", overlaps=False)
+    with busy(kind):
+        graphed = train(micros, "graph", plugin={"poison": True})
+    assert_same_bits(eager, graphed)
+    check_calls(graphed.report, "graph", sum(map(len, micros)))
+
+
+@pytest.mark.gpu
+def test_a_dispatch_that_does_not_wait_reads_what_is_not_there() -> None:
+    """Or the test above would show nothing."""
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    make, micros = ScheduleNode.__init__, steps_of(STEPS)
+
+    def init(node: Any, *args: Any, **kwargs: Any) -> None:
+        make(node, *args, **kwargs)
+        if node.name == "moe_dispatch":
+            node.event = mock.Mock(record=node.event.record)  # waits for nothing
+
+    eager = train(micros, "eager")
+    with mock.patch.object(ScheduleNode, "__init__", init), busy("compute"), pytest.raises(BitsDiffer):
+        assert_same_bits(eager, train(micros, "eager"))
