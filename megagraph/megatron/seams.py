@@ -26,9 +26,9 @@ __all__ = [
     *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS"),
     *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD"),
     *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
-    *("called_name", "check_core", "first_nodes", "has_engine", "has_mla", "hybrid_groups"),
+    *("called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
     *("hybrid_seams", "is_engine_attention", "is_megatrons_rope", "is_replaced", "made_in"),
-    *("moe_metrics", "moe_records", "packs_say_documents", "permutation_sorts"),
+    *("moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
     *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
     *("router_losses_count_ranks", "stand_in", "unfit"),
 ]
@@ -271,11 +271,16 @@ def permutation_sorts() -> bool:
     return "tokens_per_expert" in inspect.signature(PERMUTATION.function()).parameters
 
 
-def first_nodes(plan: Any) -> Iterator[tuple[Any, Any]]:
-    """Each layer of a schedule plan, with its node up to the dispatch: up to 0.16 that of attention."""
+def nodes_of(plan: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Each layer of a schedule plan, with its node up to the dispatch, and its last one.
+
+    The former is that of attention up to 0.16; the latter is that of the MLP where nothing is combined.
+    """
     for index in range(plan.num_layers()):
         of_layer = plan.get_layer(index)
-        yield of_layer.layer, getattr(of_layer, "pre_dispatch_computation", None) or of_layer.attn
+        first = getattr(of_layer, "pre_dispatch_computation", None) or of_layer.attn
+        last = of_layer.moe_combine if hasattr(of_layer.moe_combine, "submodule") else of_layer.mlp
+        yield of_layer.layer, first, last
 
 
 @functools.cache

@@ -211,6 +211,12 @@ class Captures:
                 self.failures.append(warned(sentence))
             self.bank.keep_eager(index, reason)
 
+    def note_unreplayed_plan(self) -> None:
+        """A micro-batch of a plan has leased a slot, and replayed nothing."""
+        sentence = "a micro-batch under expert-parallel overlap replayed none of its sites"
+        if sentence not in self.failures:
+            self.failures.append(warned(sentence))
+
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""
         sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)

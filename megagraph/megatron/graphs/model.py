@@ -6,7 +6,7 @@ Patches nothing, and does not know how graphs are captured.
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,8 @@ class GraphedModel:
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._look_for_refusal(model, ddp)
         model_config: Any = model.config
-        if self.refusal is None and model_config.overlap_moe_expert_parallel_comm:
-            log.warning("trains eager (EXPERT_OVERLAP): Megatron runs plans, which are not graphed yet")
+        if self.refusal is None and model_config.delay_wgrad_compute:
+            log.warning("trains eager (EXPERT_OVERLAP): delay_wgrad_compute is not supported yet")
         shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
         # Of capacities.
         self._learners = _ranks_of_experts(model) if self.dispatcher.needs_equal_rows else self.peers
@@ -82,6 +82,7 @@ class GraphedModel:
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
+        self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
         self._training_steps = 0
         self._last_counters: dict[str, int] = {}  # in the log
 
@@ -328,6 +329,8 @@ class GraphedModel:
     def break_step(self) -> None:
         """After a step that raised: what it may have left is freed before the next one."""
         self.changes.has_raised = True
+        if self.end_plan is not None:
+            self.end_plan()
         self.after_step()
 
     def after_step(self) -> None:

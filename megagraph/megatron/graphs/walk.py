@@ -106,15 +106,7 @@ class LayerLoop:
         """Runs every layer: its graph, or itself where its site answers so."""
         batch, arguments = self.batch, {**self.kept, **given}
         assert batch is not None
-        padding_mask = arguments.pop("padding_mask", None)
-        is_other = padding_mask is not batch.mask  # which is staged
-        if is_other:
-            batch.replace_mask(padding_mask)
-        if is_other or not self._constants.hold(arguments):
-            batch.reason = EagerReason.SIGNATURE_CHANGED
-            self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
-            if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
-                batch.run_as_given(is_own_table=False)
+        if not self.takes(arguments, arguments.pop("padding_mask", None), hidden_states):
             hidden_states, arguments = batch.pad(hidden_states), arguments | batch.layer_arguments()
             for layer in self._plan.layers():
                 hidden_states = without_history(run_layer(layer, hidden_states, arguments))
@@ -125,6 +117,21 @@ class LayerLoop:
             if out is not NotImplemented:
                 return out, None
         return _walk(self._steps, self, batch, hidden_states, arguments, before_site, is_padded=False), None
+
+    def takes(self, arguments: dict[str, Any], padding_mask: Any, hidden_states: Tensor) -> bool:
+        """Whether the layers are called with what was captured, beside the mask; else they run eager."""
+        batch = self.batch
+        assert batch is not None
+        is_other = padding_mask is not batch.mask  # which is staged
+        if is_other:
+            batch.replace_mask(padding_mask)
+        if not is_other and self._constants.hold(arguments):
+            return True
+        batch.reason = EagerReason.SIGNATURE_CHANGED
+        self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
+        if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
+            batch.run_as_given(is_own_table=False)
+        return False
 
 
 _NAMED = ("hidden_states", "attention_mask", "packed_seq_params")

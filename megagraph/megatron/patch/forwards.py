@@ -17,16 +17,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megagraph._C import as_pack, by_name, has_forwards, is_skipped, without_ranks
+from megagraph._C import as_pack, by_name, has_forwards, without_ranks
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayersOneByOne
-from megagraph.megatron.parallel.model_parallel import TensorRanks
+from megagraph.megatron.patch.decision import decide, input_of
 from megagraph.megatron.plugin import Plugin, key_of
 from megagraph.megatron.seams import stand_in
 
@@ -35,11 +32,6 @@ __all__ = [
 ]
 
 _Function = Callable[..., Any]
-
-# The row lists among a model's arguments, [1, T] each, beside its padding mask.
-_ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
-# What an output processor gets as the caller passed it; its hidden states are cut.
-_HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
 
 
 def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
@@ -91,7 +83,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         get = kwargs.get
         ids: Any = get("input_ids")
         is_first_stage = getattr(model, "pre_process", True)
-        hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
+        hidden_states = input_of(model, kwargs)
         is_inference = get("inference_context") is not None or get("inference_params") is not None
         has_input = hidden_states is not None or (is_first_stage and ids is not None)
         # Without input it says what is missing; a stage of a pipeline may have no layers.
@@ -118,39 +110,24 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
             given, params = params, as_pack(params, ids, hidden_states)
             run = _seeing(graphs, given, params, original)
         tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
-        batch: MicroBatch | EagerReason | None = None
-        is_step, dispatcher = False, graphs.dispatcher
+        against, is_step, dispatcher = None, False, graphs.dispatcher
         if graphs not in plugin.step_graphs:
             if plugin.gone:
                 plugin.free_gone()
-            batch = dispatcher.eager_reason(params, tokens, entries.are_settled)
-            if batch is None:
+            against = dispatcher.eager_reason(params, tokens, entries.are_settled)
+            if against is None:
                 plugin.begin_bare_call(graphs)
                 is_step = True
         outer = graphs.running
         try:
-            if batch is None:
-                mask, ranks, from_ids = get("padding_mask"), graphs.tensor, hidden_states is None
-                # Layers get as many of its rows as they have of hidden states.
-                is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
-                doors = entries.are_megatrons, entries.are_settled
-                entered = params, tokens, mask, is_shared, is_skipped(), *doors
-                batch = dispatcher.enter(*entered)
-                is_due = isinstance(batch, MicroBatch) and batch.is_due and outer is None
-                if is_due and plugin.capture_inside(graphs):
-                    batch = dispatcher.enter(*entered)
-            graphs.unlearned = None
-            if isinstance(batch, MicroBatch):
-                batch = _enter(graphs, model, batch, kwargs)
-            if isinstance(batch, EagerReason):
-                if dispatcher.needs_equal_rows:
-                    graphs.require_rows(tokens, batch)
-                if entries.are_settled and not graphs.learns_from(batch):
-                    # Whatever its block is given: no graph has a use for it.
-                    dispatcher.count_eager(batch)
-                    batch = None
-                    if outer is None and not is_step:
-                        return run(model, *args, **kwargs)
+            batch: MicroBatch | EagerReason | None
+            batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
+            if isinstance(batch, EagerReason) and entries.are_settled and not graphs.learns_from(batch):
+                # Whatever its block is given: no graph has a use for it.
+                dispatcher.count_eager(batch)
+                batch = None
+                if outer is None and not is_step:
+                    return run(model, *args, **kwargs)
             reached = entries.block.reached
             graphs.running = batch  # as `graphs.runs()`, without its calls
             out = run(model, *args, **kwargs)
@@ -277,70 +254,6 @@ def _has_expected(
         return False
     further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
-
-
-def _enter(
-    graphs: GraphedModel, model: Any, batch: MicroBatch, given: dict[str, Any]
-) -> MicroBatch | EagerReason:
-    """Puts the capacity's constants into the pack that a model is given, and adds rows where it is entered.
-
-    The offsets stay as given: what lies behind the layers tells documents apart by them. Losses of rows that
-    are added are cut off, so that no gradient comes from them. Returns the micro-batch, or why it runs as
-    given after all: there is no capacity yet, it is not known what the layers will get, something fits the
-    rows that were given alone, or asks the block for other results.
-    """
-    if batch.capacity is None:
-        graphs.unlearned = batch
-        return EagerReason.WARMING_UP
-    processor, is_foreign = given.get("output_processor"), not graphs.entries.are_megatrons
-    if is_foreign and not graphs.has_constants(batch):
-        return EagerReason.WARMING_UP
-    if given.get("attention_mask") is not None or given.get("extra_block_kwargs") is not None:
-        return EagerReason.SIGNATURE_CHANGED
-    if batch.entry_padding:
-        # Of a pipeline's stage other stages see the rows, too.
-        is_inner = not getattr(model, "pre_process", True) or not getattr(model, "post_process", True)
-        if is_inner or is_foreign or (processor is not None and batch.tokens % graphs.tensor.size):
-            return EagerReason.SIGNATURE_CHANGED
-        reason = None if batch.key.by_token else graphs.reason_against_rows()
-        if reason is not None and not batch.as_given(reason):
-            return reason
-    as_given = dict(given)
-    batch.enter(given, _ROW_LISTS)
-    rows: Tensor | None = given.get("decoder_input") if batch.entry_padding else None
-    if rows is not None:
-        if not rows.requires_grad:
-            # The way back is a collective, and another rank may have a use for it.
-            rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-        given["decoder_input"] = graphs.tensor.share_anew(rows, batch.tokens + batch.entry_padding)
-    if processor is not None and not is_foreign:  # whose call of it is its own
-        given["output_processor"] = _of_given_rows(batch, graphs.tensor, as_given, dict(given))
-    return batch
-
-
-def _of_given_rows(
-    batch: MicroBatch, ranks: TensorRanks, as_given: Mapping[str, Any], passed: Mapping[str, Any]
-) -> _Function:
-    """An output processor that hands the caller's own what it would be handed without us.
-
-    What that returns is of the rows that were given, whatever it is. What the model has made of what it was
-    `passed` stays what it is, less the rows that were added.
-    """
-    tokens, has_more = batch.tokens, bool(batch.entry_padding)
-
-    def process(**handed: Any) -> Any:
-        if has_more:
-            handed["hidden_states"] = ranks.share_anew(handed["hidden_states"], tokens)
-        for name in (name for name in _HANDED_ON if handed.get(name) is not None):
-            if handed[name] is passed.get(name):
-                handed[name] = as_given.get(name)
-            elif has_more and name == "decoder_input":  # the embedding's, for one
-                handed[name] = ranks.share_anew(handed[name], tokens)
-            elif has_more and name in _ROW_LISTS:
-                handed[name] = handed[name][:, :tokens]
-        return as_given["output_processor"](**handed)
-
-    return process
 
 
 def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, given: dict[str, Any]) -> Any:

@@ -3,8 +3,22 @@
 
 Note [Plans]
 The combined 1F1B schedule calls no forward: it asks for a plan of each micro-batch, whose nodes, parts of
-layers, run beside those of another one's backward. No graph takes part in one yet: micro-batches run as they
-were given, and are counted. Steps that only go forward call the model.
+layers, run beside those of another one's backward. What is decided is what a call would have decided
+(patch/decision.py). Steps that only go forward call the model.
+
+Nodes belong to one plan, and so to one micro-batch, whose passage binds them. The first node of a layer
+replays its site; what is left up to the dispatch is eager there. Dispatch, experts and combine are
+Megatron's. A slot is leased in the first node of the first layer, which is where rows are staged, and the
+lease ends behind the last node, which cuts them; or where the schedule raises. The pack, the mask and the
+rotary table of the layers are in the plan's state while a first node runs: what lies before and behind the
+layers sees the pack as it was given.
+
+Order. All nodes of a plan wait for one event and record it, and so are in order over both streams. Two
+micro-batches share parameters, gradients and metrics, on the compute stream alone. The last node that
+reads a slot is the first layer's backward, on the compute stream, where the slot is used next.
+
+Nodes keep what they were given and have handed out until their backward, so nothing is transient here.
+`resize_(0)` of a dispatch's input drops a holder of the slot, and no memory.
 
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
 
@@ -16,18 +30,30 @@ as many rows, with no attention mask in its place, it was left out.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megagraph._C import by_name, is_skipped
+from torch import Tensor
+
+from megagraph._C import by_name
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
+from megagraph.megatron.graphs.model import GraphedModel
+from megagraph.megatron.graphs.walk import LayerLoop
+from megagraph.megatron.patch.decision import decide, input_of
 from megagraph.megatron.plugin import Plugin
+from megagraph.megatron.scopes.moe import let_go_of
 from megagraph.megatron.scopes.parts import experts_of
-from megagraph.megatron.seams import PACKED_SEQ_PARAMS, first_nodes, stand_in
+from megagraph.megatron.scopes.plan import LayerStep
+from megagraph.megatron.seams import PACKED_SEQ_PARAMS, nodes_of, stand_in
 
 __all__ = ["wrap_plan", "wrap_step"]
 
 _Function = Callable[..., Any]
+
+# What a plan's state holds for its layers, beside the pack and the mask.
+_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 
 
 def wrap_step(plugin: Plugin, original: _Function) -> _Function:
@@ -51,7 +77,7 @@ def wrap_step(plugin: Plugin, original: _Function) -> _Function:
 
 
 def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
-    """Wraps `GPTModel.build_schedule_plan`: counts the micro-batch, and has the nodes know its mask."""
+    """Wraps `GPTModel.build_schedule_plan`: decides on the micro-batch, and binds the nodes to it."""
     names = names_of(original)[1:]
 
     def build_schedule_plan(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,18 +85,27 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
             return original(model, *args, **kwargs)
         graphs = plugin.graphs_of_model(model)
         args, kwargs = by_name(names, args, kwargs)
-        is_first_stage, ids = getattr(model, "pre_process", True), kwargs["input_ids"]
-        hidden_states = kwargs.get("decoder_input") if is_first_stage else model.decoder.input_tensor
+        ids, hidden_states = kwargs["input_ids"], input_of(model, kwargs)
         tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
         params = kwargs.get("packed_seq_params")
         if params is None and plugin.last_pack is not None and kwargs.get("attention_mask") is None:
             _check_left_out(plugin.last_pack(), tokens * graphs.context.size)
+        dispatcher, against = graphs.dispatcher, None
+        is_served = graphs in plugin.step_graphs and graphs.entries.are_megatrons
+        if not is_served or model.config.delay_wgrad_compute:  # which makes gradients in a third pass
+            against = dispatcher.eager_reason(params, tokens, True) or EagerReason.EXPERT_OVERLAP
+        batch: MicroBatch | EagerReason | None
+        batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
         plan = original(model, *args, **kwargs)
-        if graphs.refusal is None and kwargs.get("padding_mask") is not None:
-            for layer, node in first_nodes(plan):
-                if (mixture := experts_of(layer)) is not None:
-                    node.submodule = _masked(mixture, node.submodule)
-        graphs.dispatcher.count_plan(params, tokens, is_skipped())
+        is_refused = graphs.refusal is not None
+        if isinstance(batch, EagerReason) and (is_refused or not graphs.learns_from(batch)):
+            dispatcher.count_eager(batch)
+            batch = None
+        if not is_refused:
+            _Passage(graphs, batch).bind(plan)
+        if isinstance(batch, MicroBatch) and batch.entry_padding and kwargs.get("output_processor") is None:
+            run = plan.post_process.forward_func
+            plan.post_process.forward_func = lambda hidden: run(hidden)[:, :tokens]
         return plan
 
     return build_schedule_plan
@@ -88,13 +123,137 @@ def _check_left_out(pack: Any, rows: int) -> None:
         )
 
 
-def _masked(mixture: Any, submodule: _Function) -> _Function:
-    """What a node runs up to the dispatch of a layer of experts, whose router gets the micro-batch's mask."""
+class _Passage:
+    """The way of one micro-batch through the forward nodes of its plan: Note [Plans].
 
-    def run(node: Any, *args: Any) -> Any:
-        mask = node.chunk_state.padding_mask.transpose(0, 1).bool()  # as `MoELayer.forward` has it
-        with contextlib.ExitStack() as afterwards:
-            stand_in(afterwards, mixture, "route", functools.partial(mixture.route, padding_mask=mask))
-            return submodule(node, *args)
+    `batch` is None if nothing is to be done but to route with the mask.
+    """
 
-    return run
+    def __init__(self, graphs: GraphedModel, batch: MicroBatch | EagerReason | None) -> None:
+        self._graphs, self._batch = graphs, batch
+        self._loop: LayerLoop | None = None  # of a micro-batch whose layers replay
+        self._before_site: Callable[[int], None] | None = None
+        self._has_replayed = False
+        self._let_go: dict[int, Callable[[], None]] = {}  # by layer: of what was routed in a graph
+
+    def bind(self, plan: Any) -> None:
+        """Has the plan's nodes run through here."""
+        nodes = [*nodes_of(plan)]
+        for index, (layer, first, last) in enumerate(nodes):
+            mixture = experts_of(layer)
+            first.submodule = functools.partial(self._first, index, layer, mixture, first.submodule)
+            if self._batch is not None:
+                is_end = index == len(nodes) - 1
+                last.submodule = functools.partial(self._last, index, is_end, last.submodule)
+
+    def end(self) -> None:
+        """Ends the lease, behind the last node or where the schedule raises."""
+        graphs, batch = self._graphs, self._batch
+        assert isinstance(batch, MicroBatch)
+        graphs.end_plan = self._loop = None
+        while self._let_go:
+            self._let_go.popitem()[1]()
+        graphs.dispatcher.end(batch)
+
+    def _begin(self, state: Any, entered: Tensor) -> None:
+        """Where a call enters the block."""
+        graphs, batch = self._graphs, self._batch
+        table, mask = state.rotary_pos_emb, state.padding_mask
+        if isinstance(batch, EagerReason):
+            graphs.look_at_table(table, state.packed_seq_params, entered)
+            graphs.count_as_given(batch, entered)
+        elif batch is not None and (loop := graphs.begin(batch, entered, table, mask)) is not None:
+            graphs.end_plan = self.end
+            if loop.takes({name: getattr(state, name) for name in _TABLES}, mask, entered):
+                self._loop = loop
+                self._before_site = loop.before_sites and loop.before_sites()
+            loop.batch = None
+
+    def _first(
+        self, index: int, layer: Any, mixture: Any, submodule: _Function, node: Any, hidden_states: Tensor
+    ) -> Any:
+        """Runs all of a layer up to the dispatch."""
+        if index == 0:
+            self._begin(node.chunk_state, hidden_states)
+        batch = self._batch
+        if not isinstance(batch, MicroBatch):
+            return _run(submodule, mixture, node, hidden_states)
+        with self._graphs.runs(batch):
+            attended: Tensor | None = None
+            if self._loop is not None:
+                out, front = self._replay(self._loop.steps_of(index), node, hidden_states)
+                if front is not None:
+                    self._let_go[index] = let_go_of(mixture)
+                    return _hand_on(node, *front(layer, out))
+                attended = out
+            if attended is None and index == 0:
+                hidden_states = batch.pad(hidden_states)
+            with contextlib.ExitStack() as afterwards:
+                for name, value in batch.layer_arguments().items():
+                    stand_in(afterwards, node.chunk_state, name, value)
+                if attended is not None:
+                    stand_in(afterwards, layer, "_forward_attention", lambda **_: (attended, None))
+                return _run(submodule, mixture, node, hidden_states)
+
+    def _replay(self, steps: Sequence[LayerStep], node: Any, before: Tensor) -> tuple[Any, _Function | None]:
+        """Replays the site of a layer.
+
+        Returns hidden states behind attention, or None if nothing has run; or what a router in the graph
+        has left, and what goes on from there.
+        """
+        loop, batch = self._loop, self._batch
+        assert loop is not None and isinstance(batch, MicroBatch)
+        attended = None
+        for step in steps:
+            if step.is_whole and step.site is None:
+                break
+            if step.site is None:  # attention before a router in a graph
+                rows = batch.pad(before) if step.layer == 0 else before
+                tables = {name: getattr(node.chunk_state, name) for name in _TABLES}
+                before = attended = step.run_eager(rows, {**tables, **batch.layer_arguments()})
+                continue
+            if self._before_site is not None:
+                self._before_site(step.site)
+            out = loop.sites[step.site](before)
+            if out is NotImplemented:
+                break
+            self._has_replayed = True
+            front = steps[-1].front
+            return out, front
+        return attended, None
+
+    def _last(self, index: int, is_end: bool, submodule: _Function, node: Any, *given: Any) -> Any:
+        """Runs the last node of a layer; behind that of the last one as many rows are left as were given."""
+        out = submodule(node, *given)
+        if (let_go := self._let_go.pop(index, None)) is not None:
+            let_go()
+        graphs, batch = self._graphs, self._batch
+        if not is_end or not isinstance(batch, MicroBatch):
+            return out
+        cut = batch.cut(out)
+        if graphs.end_plan is None:
+            graphs.verifier.keep_gradient(batch, out)
+        else:
+            if not self._has_replayed and batch.reason is None:
+                graphs.captures.note_unreplayed_plan()
+            self.end()
+        return cut
+
+
+def _run(submodule: _Function, mixture: Any, node: Any, hidden_states: Tensor) -> Any:
+    """Runs Megatron's own first node of a layer, whose router gets the micro-batch's mask."""
+    mask = node.chunk_state.padding_mask
+    if mixture is None or mask is None:
+        return submodule(node, hidden_states)
+    mask = mask.transpose(0, 1).bool()  # as `MoELayer.forward` has it
+    with contextlib.ExitStack() as afterwards:
+        stand_in(afterwards, mixture, "route", functools.partial(mixture.route, padding_mask=mask))
+        return submodule(node, hidden_states)
+
+
+def _hand_on(node: Any, rows: Tensor, probs: Tensor, shared: Tensor | None, residual: Tensor) -> Any:
+    """Leaves for the other nodes of a layer what Megatron's own first one would."""
+    node.layer_state.residual = node.detach(residual)
+    if shared is not None:
+        node.layer_state.shared_expert_output = node.detach(shared)
+    return rows, probs

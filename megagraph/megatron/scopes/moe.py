@@ -37,7 +37,7 @@ pack's rows, so that nothing in their graph depends on what was routed where.
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,12 @@ from torch import Tensor, nn
 from megagraph.bank.sites import Outputs
 from megagraph.megatron import seams
 from megagraph.megatron.grouped_experts import is_grouped
-from megagraph.megatron.scopes.parts import MLP, LayerPart, experts_of, in_mlp, run_mlp
+from megagraph.megatron.scopes.parts import MLP, LayerPart, Run, experts_of, in_mlp, run_mlp
 
 __all__ = [
     *("EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
-    *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "make_scale", "mark_unrouted"),
+    *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "let_go_of", "make_scale"),
+    "mark_unrouted",
     *("may_have_unrouted", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
     "unsupported_routing",
 ]
@@ -134,22 +135,32 @@ def has_grouped(layer: nn.Module) -> bool:
     return is_grouped(experts_of(layer))
 
 
-@contextlib.contextmanager
-def _letting_go(mixture: Any) -> Iterator[None]:
-    """Around a dispatch and its combine: keeps whoever takes part from keeping tensors until the next call.
+def let_go_of(mixture: Any) -> Callable[[], None]:
+    """Before a dispatch. Returns what is called behind its combine: nobody keeps its tensors any longer.
 
     Those that leave a graph would keep their slot from the next micro-batch. That is what a dispatcher does,
     and shared experts beside it where an error comes up.
     """
     takers = (taker for taker in (mixture.token_dispatcher, mixture.shared_experts) if taker is not None)
     before = [(vars(taker), dict(vars(taker))) for taker in takers]
-    try:
-        yield
-    finally:
+
+    def let_go() -> None:
         for now, kept in before:
             for name, value in now.items():
                 if isinstance(value, Tensor) and value is not kept.get(name):
                     now[name] = None
+
+    return let_go
+
+
+@contextlib.contextmanager
+def _letting_go(mixture: Any) -> Iterator[None]:
+    """Around a dispatch and its combine."""
+    let_go = let_go_of(mixture)
+    try:
+        yield
+    finally:
+        let_go()
 
 
 def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
@@ -177,24 +188,36 @@ def _unsupported_whole(layer: Any) -> str | None:
 MOE = LayerPart(name="moe", run=_run_whole, children=MLP.children, routes=True, check=_unsupported_whole)
 
 
-def _run_routed(
-    layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any], preprocessing: Any = _NOTHING
-) -> Tensor:
-    """All of a layer behind its router; `preprocessing` is around what comes before the dispatch."""
-    mixture = layer.mlp
+# Rows and probabilities to dispatch, the output of shared experts, and what entered the layer's half.
+_Front = tuple[Tensor, Tensor, Tensor | None, Tensor]
+
+
+def _preprocess(layer: Any, before: Sequence[Tensor], preprocessing: Any = _NOTHING) -> _Front:
+    """What comes between a router and the dispatch; `preprocessing` is around all of it."""
     normed, probs, routing_map, *shared, residual = before
     mark_unrouted(routing_map)
-    with _letting_go(mixture):
-        with preprocessing:
-            hidden, probs = mixture.preprocess(normed, probs, routing_map)
-        hidden, probs = mixture.dispatch(hidden, probs)
-        hidden, bias = mixture.routed_experts_compute(hidden, probs)
-        hidden = mixture.postprocess(mixture.combine(hidden), shared[0] if shared else None)
-    out: Tensor = layer._forward_post_mlp((hidden, bias), residual)
-    return out
+    with preprocessing:
+        hidden, probs = layer.mlp.preprocess(normed, probs, routing_map)
+    return hidden, probs, shared[0] if shared else None, residual
 
 
-ROUTED = LayerPart(name="routed experts", run=in_mlp(_run_routed))
+def _behind(front: Callable[[Any, Sequence[Tensor]], _Front]) -> Run:
+    """All of a layer behind its router, in one."""
+
+    def run(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
+        mixture = layer.mlp
+        with _letting_go(mixture):
+            hidden, probs, shared, residual = front(layer, before)
+            hidden, probs = mixture.dispatch(hidden, probs)
+            hidden, bias = mixture.routed_experts_compute(hidden, probs)
+            hidden = mixture.postprocess(mixture.combine(hidden), shared)
+        out: Tensor = layer._forward_post_mlp((hidden, bias), residual)
+        return out
+
+    return in_mlp(run)
+
+
+ROUTED = LayerPart(name="routed experts", run=_behind(_preprocess), front=_preprocess)
 
 
 # Of releases since 0.19: keeps hidden states from the norm of an MLP to its end, to offload them, which is
@@ -350,16 +373,16 @@ PREPROCESS = LayerPart(
 )
 
 
-def _run_permuted(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
+def _preprocess_permuted(layer: Any, before: Sequence[Tensor]) -> _Front:
     rows, of_rows, places, probs, routing_map, *further, residual = before
     # Where nothing else reads normed hidden states, only their shape is asked for.
     overlaps = layer.mlp.token_dispatcher.shared_experts is not None
     normed = further.pop(0) if overlaps else residual
     left = (normed, probs, routing_map, *further, residual)
-    return _run_routed(layer, left, arguments, _handing_out((rows, of_rows, places)))
+    return _preprocess(layer, left, _handing_out((rows, of_rows, places)))
 
 
-PERMUTED = LayerPart(name="permuted experts", run=in_mlp(_run_permuted))
+PERMUTED = LayerPart(name="permuted experts", run=_behind(_preprocess_permuted), front=_preprocess_permuted)
 
 
 def forget_calls(layers: Iterable[nn.Module]) -> None:

@@ -50,6 +50,10 @@ class LayerPart:
     # Of several tensors those, by index, that the next part alone reads.
     transient: Callable[[Any], Sequence[int]] = lambda layer: ()
     routes: bool = False  # it has a router, which adds to metrics that no module owns
+    # Of what stays eager behind a router in a graph: all up to the dispatch, as plans run it in a node of its
+    # own. Returns routed rows, their probabilities, the output of shared experts if there is any, and what
+    # entered.
+    front: Callable[[Any, Sequence[Tensor]], tuple[Tensor, Tensor, Tensor | None, Tensor]] | None = None
     # Why it cannot be in a graph in some layer, and what to write instead; or None.
     check: Callable[[Any], str | None] = lambda layer: None
 

@@ -52,6 +52,7 @@ class LayerStep:
     run: Run  # eager, inside of the block
     is_whole: bool  # it is all of the layer
     num_layers: int = 1
+    front: Callable[[Any, Any], Any] | None = None  # of the last part, if that stays eager behind a router
 
     def run_own(self, _layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
         """Runs it in a block, on its own layer."""
@@ -250,19 +251,25 @@ class BlockPlan:
             modules = dict(layer.named_modules(remove_duplicate=False))
             children = [child for part in parts for child in part.children(layer) if child in modules]
             routes = any(part.routes for part in parts) if parts else moe.has_grouped(layer)
+            # Nodes of a plan keep what they were given until their backward.
+            config: Any = layer.config
+            is_planned = config.overlap_moe_expert_parallel_comm
             step = SiteSpec(
                 name=name,
                 module=layer,
                 forward=self._alone(run),
                 parts=children,
                 bypassed=sorted({child.rpartition(".")[0] for child in children} - {""}),
-                transient=parts[-1].transient(layer) if parts else (),
+                transient=() if is_planned or not parts else parts[-1].transient(layer),
                 **({"state": moe.read_by_routers} if routes else {}),
             )
         else:
             step = EagerPart(name=name, module=layer, forward=self._alone(run))
         site = len(self.specs) if is_site else None
-        self.steps.append(LayerStep(step=step, site=site, layer=index, run=run, is_whole=not parts))
+        front = parts[-1].front if parts else None
+        self.steps.append(
+            LayerStep(step=step, site=site, layer=index, run=run, is_whole=not parts, front=front)
+        )
 
     def _alone(self, run: Run) -> Callable[..., Any]:
         """Runs a step as in its block."""
