@@ -14,10 +14,8 @@ from typing import Any
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
-from benchmarks.subjects.hosts import engines_spec
 from benchmarks.subjects.packs import LAYER_KINDS
-from benchmarks.subjects.steps import measure_steps, step_case
-from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+from benchmarks.subjects.steps import expert_layers, measure_steps, step_case
 
 EAGER = "mode eager"
 SCOPES: Mapping[str, tuple[str, ...]] = {
@@ -26,7 +24,7 @@ SCOPES: Mapping[str, tuple[str, ...]] = {
     "attn, moe_router": ("attn", "moe_router"),
     "attn, moe_router, moe_preprocess": ("attn", "moe_router", "moe_preprocess"),
 }
-PEAK_BAR, EXPERTS, ROUNDS = 1.05, 8, 9
+PEAK_BAR, ROUNDS = 1.05, 9
 CASE = step_case(1024, layers=8, tokens=4096)
 GRANULARITIES = ("layer", "chunk")
 HOST_LIMITED = step_case(512, layers=24, tokens=2048)
@@ -34,28 +32,12 @@ HOST_LIMITED_NAME = "limited by the host, hidden 512, 24 layers, packs of 2048"
 HOST_LIMITED_ROUNDS = 10 * HOST_LIMITED.distinct_steps
 
 
-def _experts(is_engine: bool) -> dict[str, Any]:
-    """Of a trainer: dropless, as most are trained."""
-    kind = {"num_experts": EXPERTS, "moe_grouped_gemm": is_engine}
-    return {
-        "spec": (engines_spec if is_engine else get_gpt_layer_varlen_spec)(**kind),
-        "num_moe_experts": EXPERTS,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 1024,
-        "moe_grouped_gemm": is_engine,
-        "add_bias_linear": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-2,
-    }
-
-
 def _scopes(is_engine: bool, scopes: str) -> Answer:
     return measure_steps(
         CASE,
         "graphed",
         rounds=ROUNDS,
-        trainer=_experts(is_engine),
+        trainer=expert_layers(is_engine),
         cuda_graph_modules=SCOPES[scopes],
         mode="eager" if scopes == EAGER else "graph",
     )

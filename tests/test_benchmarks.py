@@ -67,6 +67,8 @@ CAPTURE = {
 }
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
+    "ep_overlap": dict.fromkeys(("walls", "host_us"), [TIMES] * 4)
+    | {"launches": [9.0] * 4, "share": [0.5] * 4, "reserved": MIB},
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
     "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }
@@ -325,6 +327,7 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
     timeline = read_timeline({"traceEvents": events})
     assert [work.is_graphed for work in timeline.work] == [True, True, True, False]
     assert (timeline.kernels_ms(), timeline.busy_ms(), timeline.eager_ms()) == (9, 8, 1)
+    assert (timeline.launches, timeline.share_beside("beside")) == (2, 0.5)
     with pytest.raises(ValueError, match="found none"):
         read_timeline({"traceEvents": events[2:]})
 

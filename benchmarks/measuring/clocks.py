@@ -114,6 +114,7 @@ class Span(NamedTuple):
     start: float
     end: float
     is_graphed: bool
+    name: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Timeline:
     """What one step launched, by its start on the device."""
 
     work: list[Span]
+    launches: int  # calls that launched it: one for all that is in a graph
 
     def kernels_ms(self) -> float:
         """Summed duration of all work."""
@@ -133,6 +135,12 @@ class Timeline:
     def busy_ms(self) -> float:
         """Time in which anything ran."""
         return _covered(self.work)
+
+    def share_beside(self, name: str) -> float:
+        """Of the time in which kernels of this name ran, the share in which something else did."""
+        own = _covered(work for work in self.work if name in work.name)
+        others = _covered(work for work in self.work if name not in work.name)
+        return (own + others - self.busy_ms()) / own
 
 
 def _covered(work: Iterable[Span]) -> float:
@@ -154,13 +162,14 @@ def read_timeline(trace: Mapping[str, Any]) -> Timeline:
     start, end = max(steps)
     calls = {_correlation(event): event for event in events if event.get("cat") in _CALLS}
     calls.pop(None, None)
-    work = []
+    work, launches = [], set[Any]()
     for event in events:
         if event.get("cat") in _DEVICE:
             call = calls.get(_correlation(event), event)  # what launched it
             if start <= _span(call)[0] <= end:
-                work.append(Span(*_span(event), "GraphLaunch" in call["name"]))
-    return Timeline(sorted(work))
+                work.append(Span(*_span(event), "GraphLaunch" in call["name"], event["name"]))
+                launches.add(_correlation(event))
+    return Timeline(sorted(work), len(launches))
 
 
 def _correlation(event: Mapping[str, Any]) -> Any:

@@ -8,13 +8,21 @@ lie under compute, and nothing of a network.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import megagraph
+from benchmarks.measuring.children import Answer
+from benchmarks.subjects.hosts import check_replays, install
+from benchmarks.subjects.packs import MICRO_BATCHES
+from benchmarks.subjects.steps import Schedule, StepCase, StepTrainer, expert_layers, without_collection
+
+_STAND_IN = "spin_kernel"  # as the profiler names what `torch.cuda._sleep` runs
 _CYCLES = 1 << 24  # some ten milliseconds
 
 
@@ -61,3 +69,81 @@ def copies_for_all_to_all(us: float = 0.0) -> Iterator[None]:
 
     with mock.patch.object(token_dispatcher, "all_to_all", exchange):
         yield
+
+
+# -- what overlap costs and gains ------------------------------------------------------------------
+
+WITHOUT, EAGER, GRAPHED = "no overlap", "overlap, eager", "overlap, graphed"  # in one process each
+WARM_UP_STEPS = 6  # the fourth captures
+ROUNDS = 4  # of each distinct step
+
+
+class _OverlapTrainer(StepTrainer):
+    """Times the host beside the wall of a step."""
+
+    def __init__(self, options: Any, *, overlaps: bool, **further: Any) -> None:
+        self._overlaps, self.host_ms = overlaps, 0.0
+        super().__init__(options, wrap=self._on_host, **further)
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        config.overlap_moe_expert_parallel_comm = self._overlaps  # which it refuses for one rank
+        return super().make_chunk(config, spec)
+
+    def _on_host(self, schedule: Schedule) -> Schedule:
+        def on_host(**arguments: Any) -> Any:
+            with _waits() as waited:
+                start = time.perf_counter()
+                results = schedule(**arguments)
+                self.host_ms = (time.perf_counter() - start - sum(waited)) * 1e3
+            return results
+
+        return on_host
+
+
+@contextlib.contextmanager
+def _waits() -> Iterator[list[float]]:
+    """Collects the seconds in which the host waits for events, as dispatchers do for numbers of rows."""
+    waited, wait = list[float](), torch.cuda.Event.synchronize
+
+    def synchronize(event: Any) -> None:
+        start = time.perf_counter()
+        wait(event)
+        waited.append(time.perf_counter() - start)
+
+    with mock.patch.object(torch.cuda.Event, "synchronize", synchronize):
+        yield waited
+
+
+def measure_overlap(
+    case: StepCase, way: str, *, is_engine: bool, times_us: Sequence[float], scopes: Sequence[str]
+) -> Answer:
+    """Steps of experts of one rank, by the time that each all-to-all of hidden states takes.
+
+    Answers lists of each such time: of its rounds `walls` and times of the host without its waits, `host_us`
+    of a micro-batch; its `launches` of a micro-batch; the `share` of the all-to-alls' time beside which
+    something else runs, 0 where they take none. And the most that torch `reserved`.
+    """
+    mode = "graph" if way == GRAPHED else "eager"
+    install(capacities=(case.capacity,), cuda_graph_modules=tuple(scopes), mode=mode)
+    trainer = _OverlapTrainer(case.model, overlaps=way != WITHOUT, **expert_layers(is_engine))
+    steps = case.batches(trainer.device)
+    found: Answer = {"walls": [], "host_us": [], "launches": [], "share": []}
+    with copies_for_all_to_all():
+        trainer.walls_ms(steps, range(WARM_UP_STEPS))
+    for us in times_us:
+        with copies_for_all_to_all(us), without_collection():
+            walls, host_us = [], []
+            for index in case.rounds(ROUNDS * len(steps)):
+                walls.append(trainer.wall_ms(steps[index], graphs=True))
+                host_us.append(trainer.host_ms * 1e3 / MICRO_BATCHES)
+        found["walls"].append(walls)
+        found["host_us"].append(host_us)
+    found["reserved"] = torch.cuda.max_memory_reserved()
+    for us in times_us:
+        with copies_for_all_to_all(us):
+            timeline = trainer.traced(steps[0])
+        found["launches"].append(timeline.launches / MICRO_BATCHES)
+        found["share"].append(timeline.share_beside(_STAND_IN) if us else 0.0)
+    if way == GRAPHED:
+        check_replays(megagraph.reports()[-1])
+    return found

@@ -22,19 +22,27 @@ from torch.profiler import record_function
 import megagraph
 from benchmarks.measuring.children import Answer, caught
 from benchmarks.measuring.clocks import STEP, Timeline, outside_bytes, traced, wall_ms
-from benchmarks.subjects.hosts import check_replays, install, on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.hosts import (
+    check_replays,
+    engines_spec,
+    install,
+    on_side_stream,
+    prepare_megatrons_graphs,
+)
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.packs import Pack, next_token_labels, position_ids
 from megagraph.demo.trainer import ModelOptions, Trainer, mean_loss, packed_seq_params
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec
 
 NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
 WARM_UP_STEPS, FURTHER_STEPS = 3, 3  # the first of the further ones captures
 ROUNDS, LARGE_ROUNDS = 5, 2  # of each distinct step of a small model, of a large one
 UNPATCHED_ROUNDS = 2  # before ours, and as many after it; of a large model half
 RIVAL_WARM_UP_STEPS, RIVAL_ROUNDS = 6, 12
+EXPERTS = 8
 
 Batch = dict[str, Any]
 Steps = Sequence[Sequence[Batch]]
@@ -112,9 +120,12 @@ class StepTrainer(Trainer):
         """A profiled step."""
         return traced(lambda: self.wall_ms(batches, graphs=True))
 
-    def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+    def _forward_step(
+        self, packs: Iterator[Any], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Tensor, Any]:
         batch: Batch = next(packs)
-        return model(**arguments_of(batch)), partial(mean_loss, mask=batch["mask"])
+        run = model.build_schedule_plan if return_schedule_plan else model
+        return run(**arguments_of(batch)), partial(mean_loss, mask=batch["mask"])
 
 
 def arguments_of(batch: Batch) -> dict[str, Any]:
@@ -122,6 +133,22 @@ def arguments_of(batch: Batch) -> dict[str, Any]:
     rows = {"input_ids": batch["tokens"], "position_ids": batch["positions"], "labels": batch["labels"]}
     params = packed_seq_params(batch["offsets"], batch["longest"])
     return {**rows, "attention_mask": None, "packed_seq_params": params}
+
+
+def expert_layers(is_engine: bool) -> dict[str, Any]:
+    """Of a trainer: dropless, as most are trained."""
+    kind = {"num_experts": EXPERTS, "moe_grouped_gemm": is_engine}
+    return {
+        "spec": (engines_spec if is_engine else get_gpt_layer_varlen_spec)(**kind),
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 1024,
+        "moe_grouped_gemm": is_engine,
+        "add_bias_linear": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+    }
 
 
 @contextlib.contextmanager

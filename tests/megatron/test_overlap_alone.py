@@ -17,8 +17,14 @@ import torch
 from megatron_rig import Micro, Run
 from overlap_rig import CALLS, EXCHANGES, NODES, OF_LAYERS, in_nodes, raising, steps_of, train
 from same_bits import BitsDiffer, assert_same_bits
+from streams import seed_streams
 
+import megagraph
+from benchmarks.measuring.clocks import Span, Timeline
+from benchmarks.subjects import overlap
 from benchmarks.subjects.overlap import keep_busy
+from benchmarks.subjects.packs import MICRO_BATCHES
+from benchmarks.subjects.steps import step_case
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
@@ -155,3 +161,19 @@ def test_a_dispatch_that_does_not_wait_reads_what_is_not_there() -> None:
     eager = train(micros, "eager")
     with mock.patch.object(ScheduleNode, "__init__", init), busy("compute"), pytest.raises(BitsDiffer):
         assert_same_bits(eager, train(micros, "eager"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark itself runs on a GPU")
+def test_each_way_of_the_benchmark_is_measured(experts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline([Span(0.0, 4.0, False, "spin_kernel"), Span(1.0, 2.0, False, "compute")], launches=8)
+    monkeypatch.setattr(overlap.StepTrainer, "traced", lambda *args: timeline)
+    monkeypatch.setattr(overlap, "ROUNDS", 1)
+    case = step_case(64, layers=2, tokens=64)
+    seed_streams()
+    for way in (overlap.WITHOUT, overlap.EAGER):
+        found = overlap.measure_overlap(case, way, is_engine=False, times_us=(0, 50), scopes=("attn",))
+        megagraph.uninstall()
+        assert found["launches"] == [2, 2] and found["share"] == [0, 0.25]
+        for walls, host_us in zip(found["walls"], found["host_us"], strict=True):
+            assert len(walls) == len(host_us) == overlap.ROUNDS * case.distinct_steps
+            assert all(us * MICRO_BATCHES / 1e3 < wall for us, wall in zip(host_us, walls, strict=True))

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel overlap in one process: steps without it, under it eager, and under it with graphs.
+
+A copy stands for the all-to-all, "the stand-in": it takes a set time on the communication stream, and hardly
+any of the device's bandwidth. So this tells what overlap costs the host and what can lie under compute, and
+nothing of a network. All layers are of experts and of Transformer Engine's modules; each way to run them has
+a process of its own. Host times are those until the schedule returns, without the host's waits for events.
+"""
+
+from functools import partial
+from statistics import median
+
+from benchmarks.measuring.children import Parts, measure_part
+from benchmarks.measuring.clocks import MIB
+from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
+from benchmarks.subjects.overlap import EAGER, GRAPHED, WITHOUT, measure_overlap
+from benchmarks.subjects.steps import step_case
+
+WAYS = (WITHOUT, EAGER, GRAPHED)
+TIMES_US = (0, 50, 200, 800)
+SCOPES = ("attn", "moe_router", "moe_preprocess")
+HOST_BAR, PEAK_BAR = 0.6, 1.05  # of eager overlap
+CASES = {
+    "limited by the host, hidden 512, 8 layers, packs of 1024": step_case(512, layers=8, tokens=1024),
+    "hidden 2048, 4 layers, packs of 16384": step_case(2048, layers=4, tokens=16384),
+}
+PARTS: Parts = {
+    f"{name}: {way}": partial(measure_overlap, case, way, is_engine=True, times_us=TIMES_US, scopes=SCOPES)
+    for name, case in CASES.items()
+    for way in WAYS
+}
+
+
+def _figures_of(name: str) -> list[Figure]:
+    answers = {way: measure_part(__name__, f"{name}: {way}") for way in WAYS}
+    figures: list[Figure] = []
+    for place, us in enumerate(TIMES_US):
+        title = f"{name}, the stand-in takes {us} us"
+        walls = {way: answer["walls"][place] for way, answer in answers.items()}
+        host = {way: answer["host_us"][place] for way, answer in answers.items()}
+        best = min((WITHOUT, EAGER), key=lambda way: median(walls[way]))
+        its = {"rival": best, "rival_value": median(walls[best]), "bar": median(walls[best])}
+        beside = {"rival": EAGER, "rival_value": median(host[EAGER]), "bar": HOST_BAR * median(host[EAGER])}
+        for way, answer in answers.items():
+            own, on_host = (its, beside) if way == GRAPHED else ({}, {})
+            where = f"{title}, {way}"
+            figures.append(timed(f"{where}: a step, median", walls[way], "ms", **own))
+            figures.append(timed(f"{where}: host time of a micro-batch", host[way], "us", **on_host))
+            values = {"launches of a micro-batch": (answer["launches"][place], "launches")}
+            if us:
+                values["what of the stand-in's time lies under compute"] = answer["share"][place], "share"
+            figures += plain(where, values)
+    peaks = {way: answer["reserved"] / MIB for way, answer in answers.items()}
+    peak = f"{name}: peak memory reserved"
+    figures += plain(peak, {way: (peaks[way], "MiB") for way in (WITHOUT, EAGER)})
+    return [*figures, against(f"{peak}: {GRAPHED}", peaks[GRAPHED], EAGER, peaks[EAGER], share=PEAK_BAR)]
+
+
+def measure(measurement: Measurement) -> None:
+    for name in CASES:
+        measurement.take(name, partial(_figures_of, name))
