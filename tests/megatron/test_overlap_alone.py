@@ -120,6 +120,7 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
 
 # -- consumers that come late ----------------------------------------------------------------------
 
+BUSY = ("communication", "compute")
 LATE_US = 3000.0  # longer than the host takes to reach the consumer
 
 
@@ -133,9 +134,8 @@ def busy(kind: str) -> contextlib.AbstractContextManager[None]:
     return in_nodes(act) if kind else contextlib.nullcontext()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("steps", [50, pytest.param(2000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("kind", ["", "communication", "compute"])
+@pytest.mark.parametrize("steps", [40, pytest.param(2000, marks=[pytest.mark.gpu, pytest.mark.soak])])
+@pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.gpu) for kind in BUSY)])
 def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
     """Slots become NaN once they are free, as does fresh memory."""
     micros = steps_of(steps, masks=True)
