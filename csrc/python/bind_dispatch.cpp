@@ -194,8 +194,6 @@ void bind_dispatch(py::module_& m) {
       .def("begin", &Dispatcher::begin, py::arg("batch"))
       .def("end", &Dispatcher::end, py::arg("batch"))
       .def("count_eager", &Dispatcher::count_eager, py::arg("reason"))
-      .def("count_plan", &Dispatcher::count_plan, py::arg("params"), py::arg("tokens"),
-           py::arg("is_skipped"))
       .def("counts", &named_counts)
       .def_property_readonly("most_needed", &Dispatcher::most_needed)
       .def_property_readonly("replayed_tokens", &Dispatcher::replayed_tokens);

@@ -241,12 +241,6 @@ void Dispatcher::count_eager(EagerReason reason) {
   bank_->counters().count_eager(refused_.value_or(reason), calls_);
 }
 
-void Dispatcher::count_plan(const py::object& params, int64_t tokens, bool is_skipped) {
-  const bool is_disabled = is_skipped || options_.is_eager;
-  const auto reason = is_disabled ? EagerReason::kDisabled : EagerReason::kExpertOverlap;
-  count_eager(find(params, tokens).against.value_or(reason));
-}
-
 std::optional<EagerReason> Dispatcher::lease(const MicroBatch& batch) {
   const auto variant = variants_.find(batch.key());
   if (variant != variants_.end()) {

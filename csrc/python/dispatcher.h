@@ -134,8 +134,6 @@ class Dispatcher {
   void end(const MicroBatch& batch);
   // Counts a micro-batch in which every layer runs eager.
   void count_eager(EagerReason reason);
-  // Counts one that Megatron runs as a plan of nodes, beside the backward of another.
-  void count_plan(const pybind11::object& params, int64_t tokens, bool is_skipped);
   const Counts& counts() const { return counts_; }
   int64_t replayed_tokens() const { return replayed_tokens_; }  // with those of padding
   // The most of each number that a pack had which no capacity holds; none if all were held.

@@ -19,20 +19,20 @@ from torch import distributed
 from worlds import on_ranks
 
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.seams import plans_free_what_one_expert_reads
+from megagraph.megatron.seams import permutation_sorts, plans_free_what_one_expert_reads
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
+OVERLAP = "overlap_moe_expert_parallel_comm"
 EVALUATED = 3
+SCOPES = [("attn",), ("moe_router",), ("attn", "moe_router")]
+if permutation_sorts():  # else it permutes into shapes that only the device knows
+    SCOPES.append(("attn", "moe_router", "moe_preprocess"))
 
 
 def steps_of(rank: int) -> list[list[Micro]]:
-    """Packs of this rank's own; one has a mask in two, and on rank 1 the last fits no capacity.
-
-    All others fill it: plans run packs as given, and means that routers log round by the number of rows.
-    """
-    shapes = [shape for shape in parallel_jobs.SHAPES if sum(shape) == rig.CAPACITY.tokens]
-    steps: list[list[Micro]] = []
+    """Packs of this rank's own; one has a mask in two, and on rank 1 one between others fits no capacity."""
+    shapes, steps = parallel_jobs.SHAPES, list[list[Micro]]()
     for count in COUNTS:
         numbers = range(len(steps) * 4, len(steps) * 4 + count)
         steps.append(
@@ -46,34 +46,34 @@ def steps_of(rank: int) -> list[list[Micro]]:
             ]
         )
     if rank == 1:
-        steps[-1][-1] = Micro(lengths=parallel_jobs.MISFIT)
+        steps[2][1] = Micro(lengths=parallel_jobs.MISFIT)
     return steps
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("scopes", SCOPES, ids="+".join)
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
-def test_training_with_overlap_has_the_bits_of_training_without(mode: str) -> None:
+def test_training_with_overlap_has_the_bits_of_training_without(scopes: tuple[str, ...]) -> None:
     """Bugs: such a model was in no report, and Megatron's nodes route rows that its mask names."""
     rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
     make_groups(**sizes)
     train = partial(
         rig.train, steps=steps_of(rank), make=seeded(OverlapTrainer), evaluate_at=(1, 2, 3), **sizes
     )
-    config = partial(rig.graph_config, cuda_graph_modules=("attn", "moe_router"))
+    config, overlap = partial(rig.graph_config, cuda_graph_modules=scopes), {OVERLAP: True}
     without = train(config(mode="eager"))
-    overlapped = train(config(mode=mode), overlap_moe_expert_parallel_comm=True)
-    assert_same_bits(without, overlapped)
-    report, evaluated = overlapped.report, EVALUATED * COUNTS[0]
+    eager = train(config(mode="eager"), **overlap)
+    assert_same_bits(without, eager)
+    graphed = train(config(), **overlap)
+    assert_same_bits(eager, graphed)
     misfits = {"TOO_MANY_SEQUENCES": CALLS} if rank == 1 else {}
-    trained = (sum(COUNTS) - len(misfits)) * CALLS
-    assert report["failures"] == []
-    if mode == "eager":
-        assert report["eager"] == {"DISABLED": trained + evaluated * CALLS, **misfits}
-        return
+    evaluated = EVALUATED * COUNTS[0] * CALLS
+    calls = sum(COUNTS) * CALLS + evaluated - sum(misfits.values())
     warm_up = 2 * COUNTS[0] * CALLS  # a step of each kind
-    assert report["eager"] == {"WARMING_UP": warm_up, **misfits}
-    assert report["replays"] == trained + evaluated * CALLS - warm_up
+    assert eager.report["eager"] == {"DISABLED": calls, **misfits}
+    assert graphed.report["eager"] == {"WARMING_UP": warm_up, **misfits}
+    assert graphed.report["replays"] == calls - warm_up
+    assert eager.report["failures"] == graphed.report["failures"] == []
 
 
 @pytest.fixture
@@ -133,30 +133,45 @@ def test_another_model_runs_on_a_canonical_pack_inside_of_the_step(trainer: Any)
 
 
 @pytest.mark.parametrize(
-    ("make", "config", "said"),
+    ("make", "config", "of_plugin", "said"),
     [
-        ("E-", {}, "expert-parallel overlap with a dense layer as the last, behind which"),
+        (
+            "EE",
+            {},
+            {"cuda_graph_granularity": "chunk"},
+            "expert-parallel overlap with cuda_graph_granularity",
+        ),
+        ("E-", {}, {}, "expert-parallel overlap with a dense layer as the last, behind which"),
         (
             "EE",
             {"mtp_num_layers": 1},
+            {},
             "expert-parallel overlap with multi-token prediction (mtp_num_layers=1)",
         ),
         (
             "EE",
             {"moe_pad_expert_input_to_capacity": True},
+            {},
             "expert-parallel overlap with experts that are padded",
         ),
-        ("EE", {"expert_model_parallel_size": 4}, "expert-parallel overlap with one expert a rank"),
+        ("EE", {"expert_model_parallel_size": 4}, {}, "expert-parallel overlap with one expert a rank"),
     ],
 )
 def test_what_plans_do_otherwise_is_refused_by_name(
-    make: str, config: dict[str, Any], said: str, experts: None, monkeypatch: pytest.MonkeyPatch
+    make: str,
+    config: dict[str, Any],
+    of_plugin: dict[str, Any],
+    said: str,
+    experts: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunk = ExpertTrainer(make).chunk
-    for option, value in {"overlap_moe_expert_parallel_comm": True, **config}.items():
-        assert (refusal_of(chunk, None) is None) or make == "E-"
+    of, options = partial(refusal_of, chunk, None, ("attn",)), rig.graph_config(**of_plugin)
+    for option, value in {OVERLAP: True, **config}.items():
+        assert (of() is None) or make == "E-"
         monkeypatch.setattr(chunk.config, option, value)
     if "expert_model_parallel_size" in config and not plans_free_what_one_expert_reads():
-        assert refusal_of(chunk, None) is None
+        assert of() is None
     else:
-        assert rig.refused(chunk).startswith(said)
+        refusal = of(options)
+        assert refusal is not None and refusal.sentence.startswith(said)

@@ -12,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
+import moe_rig
 import pytest
 import torch
 from megatron_rig import Micro, Run
-from overlap_rig import CALLS, EXCHANGES, NODES, OF_LAYERS, in_nodes, raising, steps_of, train
+from overlap_rig import CALLS, COUNTS, EXCHANGES, NODES, OF_LAYERS, in_nodes, raising, steps_of, train
 from same_bits import BitsDiffer, assert_same_bits
 from streams import seed_streams
 
@@ -40,6 +41,8 @@ def check_calls(report: dict[str, Any], mode: str, micro_batches: int) -> None:
     assert report["failures"] == [] and report["calls"] == micro_batches * CALLS
     if mode == "eager":
         assert report["eager"] == {"DISABLED": micro_batches * CALLS}
+    else:
+        assert report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS}
 
 
 @engines
@@ -54,6 +57,26 @@ def test_overlap_has_the_bits_of_no_overlap(
         overlapped = train(steps, mode, us=us, engine=engine)
         assert_same_bits(without, overlapped, mode)
         check_calls(overlapped.report, mode, sum(map(len, steps)))
+
+
+@pytest.mark.parametrize("case", ["shared experts", moe_rig.BIASED, "drop"])
+@pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids="+".join)
+def test_experts_of_other_kinds(scopes: tuple[str, ...], case: str) -> None:
+    steps, config = steps_of(5, fills=False, masks=True), moe_rig.CASES[case]
+    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **config)
+    assert_same_bits(train(steps, "eager", **config), graphed)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+
+
+@pytest.mark.parametrize("scopes", [(), ("moe_router",)], ids=["as-chosen", "moe_router"])
+def test_dense_layers_follow_attention(scopes: tuple[str, ...]) -> None:
+    """Bug: the MLP of a dense layer was named as well, which runs in a node of its own."""
+    steps = steps_of(4, fills=False)
+    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, kinds="-E")
+    assert_same_bits(train(steps, "eager", kinds="-E"), graphed)
+    assert graphed.report["cuda_graph_modules"] == [*(scopes or ("attn", "moe_router"))]
+    sites = 1 if scopes else 2
+    assert graphed.report["replays"] == (sum(map(len, steps)) - COUNTS[0]) * sites
 
 
 def test_packs_below_their_capacity_have_its_bits() -> None:
@@ -115,7 +138,11 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
             yield
         rig.metrics()  # of its first micro-batches alone
 
-    assert_same_bits(undisturbed(), train(MICROS, "graph", around=around))
+    graphed = train(MICROS, "graph", around=around)
+    assert_same_bits(undisturbed(), graphed)
+    report, in_step = graphed.report, len(MICROS[BREAKS]) * CALLS
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS}
+    assert report["replays"] >= sum(map(len, MICROS)) * CALLS - COUNTS[0] * CALLS - in_step
 
 
 # -- consumers that come late ----------------------------------------------------------------------

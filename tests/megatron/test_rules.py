@@ -157,7 +157,7 @@ def test_every_rule_has_a_case_and_a_row_of_the_page() -> None:
     )
     assert kept.pop("R13") == "the experts"  # which are not named then
     assert {*re.findall(r'"([RM]\d+)"', inspect.getsource(rules))} == kept.keys()
-    of_cases = [name for name in kept if name not in ("M2", "M3")]
+    of_cases = [name for name in kept if name not in ("M2", "M3", "M4")]
     assert list(dict.fromkeys(case.rule for case in CASES)) == of_cases
     assert kept == {**dict.fromkeys(kept, "the model"), "R14": "the model (`RECOMPUTING`)"}
 
@@ -182,6 +182,19 @@ def test_a_rule_refuses_the_model_as_the_page_says_and_names_what_to_write(
         model = model_of(config, case.kinds) if case.rule == "R19" else model
         monkeypatch.setattr(model, "config", config)
         assert refusal_of(model, None, scopes) is None, (scopes, options)
+
+
+@pytest.mark.parametrize("scopes", [(), ("mlp",), ("attn", "mlp", "moe_router")], ids=" ".join)
+def test_under_expert_overlap_nothing_is_graphed_behind_the_dispatch(
+    scopes: Sequence[str], models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models["-E"]
+    assert refusal_of(model, None, scopes or ("attn",)) is None
+    monkeypatch.setattr(model.config, "overlap_moe_expert_parallel_comm", True)
+    refusal = refusal_of(model, None, scopes)
+    *_rest, told = rows_of(SCOPES_PAGE, "rule")["M4"]
+    assert refusal is not None and told.strip('"') in refusal.sentence and refusal.sentence.endswith("(M4)")
+    assert refusal_of(model, None, scopes_of(model, ())) is None
 
 
 def with_graphs(scopes: Sequence[str], options: Config) -> Any:

@@ -211,6 +211,8 @@ def _unsupported_overlap(config: Any, block: Any, options: GraphConfig) -> Itera
     yield from _other_options(config, _OVERLAP_UNSUPPORTED, overlap)
     if options.cp_sizes:
         yield f"{overlap}with cp_sizes"
+    if options.cuda_graph_granularity == "chunk":
+        yield f"{overlap}with cuda_graph_granularity='chunk'"
     if config.num_moe_experts == config.expert_model_parallel_size and plans_free_what_one_expert_reads():
         yield _set(f"{overlap}with one expert a rank", config, "expert_model_parallel_size")
     if getattr(block, "final_layernorm", None) is not None and experts_of(block.layers[-1]) is None:

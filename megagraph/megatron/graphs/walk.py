@@ -85,7 +85,7 @@ class LayerLoop:
         self.sites = bank.sites
         self._replay_all = bank.replay_all
         self._run_eager_alike, self._variants = bank.run_eager_alike, bank.variants
-        self._constants = constants
+        self.constants = constants
         self.before_sites = before_sites
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
         self.batch: MicroBatch | None = None
@@ -106,7 +106,10 @@ class LayerLoop:
         """Runs every layer: its graph, or itself where its site answers so."""
         batch, arguments = self.batch, {**self.kept, **given}
         assert batch is not None
-        if not self.takes(arguments, arguments.pop("padding_mask", None), hidden_states):
+        padding_mask = arguments.pop("padding_mask", None)
+        # The mask of the micro-batch is staged.
+        if padding_mask is not batch.mask or not self.constants.hold(arguments):
+            self.turn_eager(arguments, padding_mask, hidden_states)
             hidden_states, arguments = batch.pad(hidden_states), arguments | batch.layer_arguments()
             for layer in self._plan.layers():
                 hidden_states = without_history(run_layer(layer, hidden_states, arguments))
@@ -118,20 +121,16 @@ class LayerLoop:
                 return out, None
         return _walk(self._steps, self, batch, hidden_states, arguments, before_site, is_padded=False), None
 
-    def takes(self, arguments: dict[str, Any], padding_mask: Any, hidden_states: Tensor) -> bool:
-        """Whether the layers are called with what was captured, beside the mask; else they run eager."""
+    def turn_eager(self, arguments: Mapping[str, Any], padding_mask: Any, hidden_states: Tensor) -> None:
+        """Has the micro-batch run eager, whose layers are called with something else."""
         batch = self.batch
         assert batch is not None
-        is_other = padding_mask is not batch.mask  # which is staged
-        if is_other:
+        if padding_mask is not batch.mask:
             batch.replace_mask(padding_mask)
-        if not is_other and self._constants.hold(arguments):
-            return True
         batch.reason = EagerReason.SIGNATURE_CHANGED
         self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
         if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
             batch.run_as_given(is_own_table=False)
-        return False
 
 
 _NAMED = ("hidden_states", "attention_mask", "packed_seq_params")

@@ -17,18 +17,12 @@ from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin
 
-__all__ = ["decide", "input_of"]
+__all__ = ["decide"]
 
 # The row lists among a model's arguments, [1, T] each, beside its padding mask.
 _ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
 # What an output processor gets as the caller passed it; its hidden states are cut.
 _HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
-
-
-def input_of(model: Any, given: Mapping[str, Any]) -> Any:
-    """The hidden states that a model, a stage of a pipeline, say, is given in place of tokens; else None."""
-    is_first_stage = getattr(model, "pre_process", True)
-    return given.get("decoder_input") if is_first_stage else model.decoder.input_tensor
 
 
 def decide(
@@ -40,13 +34,21 @@ def decide(
     tokens: int,
     against: EagerReason | None = None,  # that was found already
 ) -> MicroBatch | EagerReason:
-    """Decides on the micro-batch that a model is `given`; captures first, if that is due inside of a step."""
+    """Decides on the micro-batch that a model is `given`; captures first, if that is due inside of a step.
+
+    Puts the capacity's constants into the pack that is given, and adds rows where the model is entered. The
+    offsets stay as given: what lies behind the layers tells documents apart by them. Losses of rows that are
+    added are cut off, so that no gradient comes from them. Returns the micro-batch, or why it runs as given
+    after all: there is no capacity yet, it is not known what the layers will get, something fits the rows
+    that were given alone, or asks the block for other results.
+    """
     dispatcher, entries = graphs.dispatcher, graphs.entries
     batch: MicroBatch | EagerReason | None = against
     if batch is None:
         ranks = graphs.tensor
         # Layers get as many of its rows as they have of hidden states.
-        is_shared = not ranks.shards_sequence or (ranks.is_gpt and input_of(model, given) is None)
+        from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
+        is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
         doors = entries.are_megatrons, entries.are_settled
         entered = params, tokens, given.get("padding_mask"), is_shared, is_skipped(), *doors
         batch = dispatcher.enter(*entered)
@@ -54,23 +56,8 @@ def decide(
         if is_due and plugin.capture_inside(graphs):
             batch = dispatcher.enter(*entered)
     graphs.unlearned = None
-    if isinstance(batch, MicroBatch):
-        batch = _enter(graphs, model, batch, given)
-    if isinstance(batch, EagerReason) and dispatcher.needs_equal_rows:
-        graphs.require_rows(tokens, batch)
-    return batch
-
-
-def _enter(
-    graphs: GraphedModel, model: Any, batch: MicroBatch, given: dict[str, Any]
-) -> MicroBatch | EagerReason:
-    """Puts the capacity's constants into the pack that a model is given, and adds rows where it is entered.
-
-    The offsets stay as given: what lies behind the layers tells documents apart by them. Losses of rows that
-    are added are cut off, so that no gradient comes from them. Returns the micro-batch, or why it runs as
-    given after all: there is no capacity yet, it is not known what the layers will get, something fits the
-    rows that were given alone, or asks the block for other results.
-    """
+    if isinstance(batch, EagerReason):
+        return batch
     if batch.capacity is None:
         graphs.unlearned = batch
         return EagerReason.WARMING_UP

@@ -23,7 +23,7 @@ from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayersOneByOne
-from megagraph.megatron.patch.decision import decide, input_of
+from megagraph.megatron.patch.decision import decide
 from megagraph.megatron.plugin import Plugin, key_of
 from megagraph.megatron.seams import stand_in
 
@@ -83,7 +83,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         get = kwargs.get
         ids: Any = get("input_ids")
         is_first_stage = getattr(model, "pre_process", True)
-        hidden_states = input_of(model, kwargs)
+        hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
         is_inference = get("inference_context") is not None or get("inference_params") is not None
         has_input = hidden_states is not None or (is_first_stage and ids is not None)
         # Without input it says what is missing; a stage of a pipeline may have no layers.
@@ -122,6 +122,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         try:
             batch: MicroBatch | EagerReason | None
             batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
+            if isinstance(batch, EagerReason) and dispatcher.needs_equal_rows:
+                graphs.require_rows(tokens, batch)
             if isinstance(batch, EagerReason) and entries.are_settled and not graphs.learns_from(batch):
                 # Whatever its block is given: no graph has a use for it.
                 dispatcher.count_eager(batch)

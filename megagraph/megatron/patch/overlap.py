@@ -41,7 +41,7 @@ from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayerLoop
-from megagraph.megatron.patch.decision import decide, input_of
+from megagraph.megatron.patch.decision import decide
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes.moe import let_go_of
 from megagraph.megatron.scopes.parts import experts_of
@@ -85,7 +85,8 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
             return original(model, *args, **kwargs)
         graphs = plugin.graphs_of_model(model)
         args, kwargs = by_name(names, args, kwargs)
-        ids, hidden_states = kwargs["input_ids"], input_of(model, kwargs)
+        is_first_stage, ids = getattr(model, "pre_process", True), kwargs["input_ids"]
+        hidden_states = kwargs.get("decoder_input") if is_first_stage else model.decoder.input_tensor
         tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
         params = kwargs.get("packed_seq_params")
         if params is None and plugin.last_pack is not None and kwargs.get("attention_mask") is None:
@@ -164,9 +165,12 @@ class _Passage:
             graphs.count_as_given(batch, entered)
         elif batch is not None and (loop := graphs.begin(batch, entered, table, mask)) is not None:
             graphs.end_plan = self.end
-            if loop.takes({name: getattr(state, name) for name in _TABLES}, mask, entered):
+            tables = {name: getattr(state, name) for name in _TABLES}
+            if mask is batch.mask and loop.constants.hold(tables):
                 self._loop = loop
                 self._before_site = loop.before_sites and loop.before_sites()
+            else:
+                loop.turn_eager(tables, mask, entered)
             loop.batch = None
 
     def _first(

@@ -22,7 +22,7 @@ from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.scopes import moe
 from megagraph.megatron.scopes.parts import DENSE, LayerPart, Run, is_mamba, run_layer, why_not_halved
-from megagraph.megatron.seams import ROUTING
+from megagraph.megatron.seams import LAYER_FORWARD, ROUTING, called_name, is_replaced
 from megagraph.megatron.watch import weakly
 
 __all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
@@ -310,6 +310,9 @@ def _in_turn(runs: Sequence[Run]) -> Run:
 
 def _unsupported(layer: nn.Module, parts: Sequence[LayerPart], is_split: bool) -> str | None:
     """Why a layer cannot run some parts in graphs, apart from the rest if it is split; or None."""
+    config: Any = layer.config
+    if config.overlap_moe_expert_parallel_comm and is_replaced(layer, LAYER_FORWARD):
+        return f"expert-parallel overlap does not run its forward, {called_name(layer.forward)}"
     if is_split and (why := why_not_halved(layer)) is not None:
         return why
     return next((why for part in parts if (why := part.check(layer)) is not None), None)

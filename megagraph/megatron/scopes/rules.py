@@ -2,7 +2,7 @@
 """Which scopes may be named together, and with which options of a model. Reads; changes nothing.
 
 The rules R7 to R19 are those that Megatron has for its own graphs, and checks only where these are switched
-on; M1 to M3 are ours alone. Ours are switched on elsewhere, so that each is checked here, when a model is
+on; M1 to M4 are ours alone. Ours are switched on elsewhere, so that each is checked here, when a model is
 first seen. docs/scopes.md has them as a table, with R13, which is `legal_scopes()`, and those
 about `cuda_graph_impl`, which must be `none`; an error says so (`check_graph_options()`).
 """
@@ -22,6 +22,7 @@ from megagraph.megatron.seams import replaced_choice
 __all__ = ["broken_rule", "legal_scopes"]
 
 _NAMED, _RECOMPUTED = "cuda_graph_modules", "recompute_modules"
+_OVERLAPS = "overlap_moe_expert_parallel_comm"
 
 
 # The number of a rule that is broken, and a sentence that says so and what to write instead.
@@ -44,9 +45,12 @@ def legal_scopes(config: Any, layers: Sequence[nn.Module]) -> Sequence[str]:
     """
     waiting = [layer for layer in layers if EXPERTS.is_in(layer) and not has_grouped(layer)]
     named = [part.name for part in DENSE if any(map(part.is_in, layers))]
+    is_planned = getattr(config, _OVERLAPS, False)
+    if is_planned and MLP.name in named:  # M4
+        named.remove(MLP.name)
     may_route = all(ROUTER.check(layer) is None for layer in waiting)
     for scopes in ([*named, ROUTER.name], named) if may_route else (named,):
-        if waiting and scopes and broken_rule(config, scopes, layers) is None:
+        if (waiting or is_planned) and scopes and broken_rule(config, scopes, layers) is None:
             log.info("experts wait for the device, so that %s are graphed", ", ".join(scopes))
             return scopes
     return ()
@@ -158,3 +162,9 @@ def _of_ours(config: Any, scopes: Collection[str], layers: Sequence[nn.Module]) 
         named = f"{_NAMED} names 'moe'" if scopes else f"{_NAMED} names no scope"
         what = f"{option}=True makes gradients of experts outside of any graph; leave one of them out"
         yield "M3", f"{named}, and {what}"
+    # Nodes of Megatron's run these beside other micro-batches.
+    of_nodes = next((scope for scope in ("mlp", "moe") if scope in scopes), None)
+    if getattr(config, _OVERLAPS, False) and (of_nodes or not scopes):
+        where = f"{_NAMED} names {of_nodes!r}" if scopes else f"{_NAMED} names no scope"
+        why = "and with expert-parallel overlap nothing behind the dispatch may be in a graph"
+        yield "M4", f"{where}, {why}; name 'attn', or 'attn' and 'moe_router'"
