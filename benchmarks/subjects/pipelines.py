@@ -358,8 +358,11 @@ class PipelineTrainer:
             for name, param in model.named_parameters():
                 yield f"chunk {index}.{name}", param
 
-    def _forward_step(self, micros: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
-        return self._forward(chunk, next(micros), self.device)
+    def _forward_step(
+        self, micros: Iterator[Any], chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Tensor, Any]:
+        entry = chunk.build_schedule_plan if return_schedule_plan else chunk
+        return self._forward(entry, next(micros), self.device)
 
 
 def _forward(chunk: Any, batch: Batch, _device: torch.device) -> tuple[Tensor, Any]:

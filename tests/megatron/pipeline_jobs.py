@@ -76,18 +76,25 @@ def _spec(config: Any, **place: Any) -> Any:
 
 
 def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool) -> list[list[rig.Micro]]:
-    """Steps of the least, the most and another number of packs that is legal; on all ranks the same."""
+    """Steps of the least, the most and another number of packs that is legal.
+
+    They are the same on all ranks but those that share experts.
+    """
+    own = parallel_state.get_expert_model_parallel_rank()
     numbers = [number for number in range(1, MOST_MICRO_BATCHES + 1) if schedule.is_legal(number)]
     some = [shape for shape in SHAPES if sum(shape) % 2 == 0 or not even]
     least, middle, most = numbers[0], numbers[len(numbers) // 2], numbers[-1]
     steps = []
     for index in range(count):
         number = (least, most, middle)[index % 3]
-        shapes = [some[(index + place) % len(some)] for place in range(number)]
+        shapes = [some[(index + place + 2 * own) % len(some)] for place in range(number)]
         if misfits and index % 2:
             shapes[-1] = MISFIT
         steps.append(
-            [rig.Micro(lengths=shape, seed=100 * index + place) for place, shape in enumerate(shapes)]
+            [
+                rig.Micro(lengths=shape, seed=100 * index + place + 1000 * own)
+                for place, shape in enumerate(shapes)
+            ]
         )
     return steps
 
@@ -142,6 +149,8 @@ def train_pair(
     seed_streams()
     rig.forget_metrics()  # which are of as many layers as an earlier model had
     options = dataclasses.replace(rig.OPTIONS, layers=layers * cut.stages * cut.chunks, heads=4)
+    if (transformer or {}).get("overlap_moe_expert_parallel_comm"):  # which demands half precision
+        options = dataclasses.replace(options, bf16=True)
     if cp_sizes:
         capacity = {"cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,), "max_seqlen_per_dp_cp_rank": FULL}
         plugin = {"cp_sizes": cp_sizes, "capacities": (), **capacity, **(plugin or {})}

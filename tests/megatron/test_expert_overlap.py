@@ -10,6 +10,7 @@ import moe_rig
 import parallel_jobs
 import pytest
 import torch
+from context_jobs import SharedMicro
 from megatron_rig import Micro
 from moe_rig import ExpertTrainer
 from overlap_rig import CALLS, COUNTS, OverlapTrainer
@@ -76,6 +77,40 @@ def test_training_with_overlap_has_the_bits_of_training_without(scopes: tuple[st
     assert eager.report["failures"] == graphed.report["failures"] == []
 
 
+# Of two ranks: what they share beside the experts, of the model and of DDP.
+SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Micro]]] = {
+    "rows": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+        {},
+        Micro,
+    ),
+    "packs": ({"context_parallel_size": 2}, {}, SharedMicro),
+    "gradients": ({}, {"overlap_grad_reduce": True, "bucket_size": 4000}, Micro),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+@on_ranks(2)
+@moe_rig.experts_on_cpu()
+def test_ranks_that_share_more_than_experts(what: str) -> None:
+    config, ddp, kind = SHARED[what]
+    sizes = {"expert_model_parallel_size": 2, **config}
+    make_groups(**{name: size for name, size in sizes.items() if name.endswith("_size")})
+    own = distributed.get_rank() if what == "gradients" else 0
+    steps = [
+        [kind(lengths=(4 * (1 + (index + it + own) % 4), 8), seed=10 * index + it) for it in range(count)]
+        for index, count in enumerate(COUNTS)
+    ]
+    train = partial(rig.train, steps=steps, make=seeded(OverlapTrainer), ddp=ddp, **sizes)
+    plugin = partial(rig.graph_config, cuda_graph_modules=("attn", "moe_router"))
+    without = train(plugin(mode="eager"))
+    for mode in ("eager", "graph"):
+        overlapped = train(plugin(mode=mode), **{OVERLAP: True})
+        assert_same_bits(without, overlapped, mode)
+    report = overlapped.report
+    assert report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS} and report["failures"] == []
+
+
 @pytest.fixture
 def trainer(install: rig.Install, experts: None) -> Any:
     """A model whose schedule makes plans, though its experts are on one rank."""
@@ -118,6 +153,23 @@ def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: An
         with pytest.raises(InterruptedError):
             ask_for_plan(trainer, hold, attention_mask=mask)
     assert rig.report_of(trainer)["eager"] == {"NO_PACK_METADATA": 4 * CALLS}
+
+
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "of another step"])
+def test_plans_that_no_graph_serves_run_as_given(
+    trainer: Any, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of weights in a third pass; a plan that no schedule ends."""
+    monkeypatch.setattr(trainer.chunk.config, option, True, raising=False)
+    tokens, labels, _mask, positions = (rows[None] for rows in rig.ONE.row_lists())
+    given = {"input_ids": tokens, "position_ids": positions, "labels": labels, "attention_mask": None}
+    given["packed_seq_params"] = rig.ONE.params(trainer.device)
+    if option == "delay_wgrad_compute":
+        with pytest.raises(InterruptedError):
+            ask_for_plan(trainer, lambda: None, **given)
+    else:
+        trainer.chunk.build_schedule_plan(**given)
+    assert rig.report_of(trainer)["eager"] == {"EXPERT_OVERLAP": CALLS}
 
 
 def test_another_model_runs_on_a_canonical_pack_inside_of_the_step(trainer: Any) -> None:

@@ -16,7 +16,18 @@ import moe_rig
 import pytest
 import torch
 from megatron_rig import Micro, Run
-from overlap_rig import CALLS, COUNTS, EXCHANGES, NODES, OF_LAYERS, in_nodes, raising, steps_of, train
+from overlap_rig import (
+    CALLS,
+    COUNTS,
+    EXCHANGES,
+    NODES,
+    OF_LAYERS,
+    OverlapTrainer,
+    in_nodes,
+    raising,
+    steps_of,
+    train,
+)
 from same_bits import BitsDiffer, assert_same_bits
 from streams import seed_streams
 
@@ -26,10 +37,13 @@ from benchmarks.subjects import overlap
 from benchmarks.subjects.overlap import keep_busy
 from benchmarks.subjects.packs import MICRO_BATCHES
 from benchmarks.subjects.steps import step_case
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.scopes.plan import BlockPlan
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 STEPS = 9  # more than twice all counts
+BREAKS = 6  # the step that raises, or before which something changes
 ON_GPU = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # Transformer Engine's own, of every kind
 engines = pytest.mark.parametrize(
     "engine", [False, pytest.param(True, marks=[*ON_GPU, rig.needs_engine])], ids=["core", "engine"]
@@ -86,10 +100,80 @@ def test_packs_below_their_capacity_have_its_bits() -> None:
     assert_same_bits(*(train(steps, mode) for mode in ("eager", "graph")))
 
 
+# -- what stays eager, and why -----------------------------------------------------------------------
+
+
+Act = Callable[[Any], contextlib.AbstractContextManager[Any]]
+
+
+def compared_while(act: Act, *, is_of_graphs: bool = False) -> dict[str, Any]:
+    """Trains eager and graphed, and with something done around the last steps. Returns the graphed report."""
+    steps = steps_of(STEPS, fills=False, masks=True)
+
+    def around(trainer: Any, index: int) -> contextlib.AbstractContextManager[Any]:
+        return act(trainer) if index >= BREAKS else contextlib.nullcontext()
+
+    eager = train(steps, "eager", **({} if is_of_graphs else {"around": around}))
+    graphed = train(steps, "graph", around=around)
+    assert_same_bits(eager, graphed)
+    graphed.report["changed"] = sum(map(len, steps[BREAKS:])) * CALLS
+    return graphed.report
+
+
+def test_a_layer_with_a_hook_runs_in_megatrons_node_and_the_other_replays() -> None:
+    @contextlib.contextmanager
+    def hooked(trainer: Any) -> Iterator[None]:
+        attention = trainer.chunk.decoder.layers[1].self_attention
+        handle = attention.register_forward_hook(lambda _module, _given, out: None)
+        yield
+        handle.remove()
+
+    report = compared_while(hooked)
+    assert set(report["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
+
+
+def test_a_rotary_table_of_a_hosts_runs_as_given() -> None:
+    def scaled(trainer: Any) -> contextlib.AbstractContextManager[Any]:
+        rotary = trainer.chunk.rotary_pos_emb
+        ask = rotary.forward
+        return mock.patch.object(rotary, "forward", lambda *args, **given: 2 * ask(*args, **given))
+
+    report = compared_while(scaled)
+    assert report["eager"]["SIGNATURE_CHANGED"] == report["changed"]
+
+
+def test_a_micro_batch_that_replays_nothing_though_it_has_graphs_is_a_failure() -> None:
+    @contextlib.contextmanager
+    def without_graphs(_trainer: Any) -> Iterator[None]:
+        (graphs,) = rig.the_plugin().all_graphs()
+        with contextlib.ExitStack() as stack:
+            for loop in graphs.captures.loops.values():
+                bank = graphs.captures.bank
+
+                def count(_rows: Any, bank: Any = bank) -> Any:
+                    bank.count_eager(EagerReason.NESTING, calls=1)
+                    return NotImplemented
+
+                stack.enter_context(mock.patch.object(loop, "sites", [count] * CALLS))
+            yield
+
+    report = compared_while(without_graphs, is_of_graphs=True)
+    assert report["failures"] == ["a plan's micro-batch has graphs, and replayed none"]
+    assert report["eager"]["NESTING"] == report["changed"]
+
+
+def test_a_layer_with_a_forward_of_a_hosts_is_refused() -> None:
+    """A plan would not run it."""
+    chunk = OverlapTrainer(overlaps=True).chunk
+    for layer in chunk.decoder.layers:
+        layer.forward = partial(layer.forward)
+    plan = BlockPlan(list(chunk.decoder.layers), ("attn",), contextlib.nullcontext)
+    assert plan.why_eager is not None and "does not run its forward" in plan.why_eager[1]
+
+
 # -- steps that raise ------------------------------------------------------------------------------
 
 MICROS = steps_of(STEPS)
-BREAKS = 6  # the step that raises
 _PLACES = [f"{node} {way}" for node in NODES for way in ("forward", "backward")]
 _PLACES.remove("loss_func backward")  # is no node's
 Break = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -30,6 +30,10 @@ SHARDED = {
     "overlap_param_gather": True,
 }
 EXPERTS = {"transformer": moe_rig.BASE, "plugin": {"cuda_graph_modules": ("attn", "moe_router")}}
+OVERLAPPED = {
+    **EXPERTS,
+    "transformer": {**moe_rig.BASE, "moe_z_loss_coeff": None, "overlap_moe_expert_parallel_comm": True},
+}
 Training = tuple[int, dict[str, Any]]  # of how many ranks
 
 
@@ -54,6 +58,7 @@ TRAININGS: dict[str, tuple[Any, Training]] = {
     "two data-parallel ranks a stage, aligned": ((), four(OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
     # The exchange of rows between experts' ranks is not in graphs.
     "experts that ranks of a stage share": (both, four(Cut(chunks=2, expert_parallel=2), **EXPERTS)),
+    "experts whose exchange overlaps": (both, four(Cut(chunks=2, expert_parallel=2), **OVERLAPPED)),
     "packs that ranks of a stage share": (both, four(Cut(context_parallel=2))),
     # Some micro-batches are shared by both ranks of a stage, and others by none.
     "packs of several sizes in flight": (both, four(OF_TWO_CHUNKS, cp_sizes=(1, 2))),

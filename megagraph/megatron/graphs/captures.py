@@ -213,7 +213,7 @@ class Captures:
 
     def note_unreplayed_plan(self) -> None:
         """A micro-batch of a plan has leased a slot, and replayed nothing."""
-        sentence = "a micro-batch under expert-parallel overlap replayed none of its sites"
+        sentence = "a plan's micro-batch has graphs, and replayed none"
         if sentence not in self.failures:
             self.failures.append(warned(sentence))
 

@@ -82,6 +82,9 @@ class LayerLoop:
     ) -> None:
         self._plan = plan
         self._steps = plan.walk(bank.eager_sites)
+        self._of_layers: dict[int, list[LayerStep]] = {}
+        for step in self._steps:
+            self._of_layers.setdefault(step.layer, []).append(step)
         self.sites = bank.sites
         self._replay_all = bank.replay_all
         self._run_eager_alike, self._variants = bank.run_eager_alike, bank.variants
@@ -91,9 +94,9 @@ class LayerLoop:
         self.batch: MicroBatch | None = None
         self.kept: Mapping[str, Any] = {}  # of its block's arguments those that the call is not given
 
-    def steps_of(self, layer: int) -> list[LayerStep]:
+    def steps_of(self, layer: int) -> Sequence[LayerStep]:
         """Of a layer that is not joined with others; one, if its site has no graph."""
-        return [step for step in self._steps if step.layer == layer]
+        return self._of_layers[layer]
 
     def __call__(
         self,
