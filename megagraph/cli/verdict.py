@@ -38,7 +38,8 @@ REMEDIES: Mapping[EagerReason, str] = {
     EagerReason.RELEASED: "nothing to do",
     EagerReason.STATE_CHANGED: "nothing to do if it is rare",
     EagerReason.VERIFY_FAILED: "look for state that no guard can see, and please report it",
-    EagerReason.EXPERT_OVERLAP: "turn overlap_moe_expert_parallel_comm off if the host is the limit",
+    EagerReason.EXPERT_OVERLAP: "leave delay_wgrad_compute out, ask for plans inside of Megatron's schedule, "
+    "and do not override the model's forward",
 }
 
 # What packs had most of, by the reason that it was too much for: key of the report, and in words.
