@@ -130,7 +130,9 @@ def test_every_token_of_a_text_appears_once_in_order(data: bytes, limit: int | N
 # --- rows that are bad ------------------------------------------------------------------------
 
 NO_OBJECT = "expected a JSON object with one of the columns text, tokens, length, got "
-OVER = "document of 9000 tokens is over the limit of 8192; shorten it or raise --max-document"
+OVER = (
+    "document of 9000 tokens is over the limit of 8192; shorten it, or raise --max-document or --pack-tokens"
+)
 EMPTY = "document of 0 tokens is under the minimum of 1"
 NO_COLUMN = "expected one of the columns text, tokens, length; found "
 NO_LIST = "expected a list of integers in column tokens, got "

@@ -13,7 +13,7 @@ import pytest
 import torch
 from compared import every_graph_is_compared_or_named
 from leftovers import forget_loss_scale, free_models, models_in_memory
-from megatron_rig import OPTIONS, Install, Pair, forget_metrics, graph_config
+from megatron_rig import OPTIONS, Install, Pair, forget_metrics, graph_config, metrics
 from moe_rig import experts_on_cpu
 from streams import seed_streams
 from worlds import World, Worlds
@@ -74,6 +74,7 @@ def uninstalled() -> Iterator[None]:
     yield
     megagraph.uninstall()
     forget_loss_scale()
+    metrics()  # or the next model's first step would show what routers of this one have added
     torch.cuda.empty_cache()
 
 

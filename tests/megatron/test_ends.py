@@ -85,7 +85,14 @@ def run_command(folder: Path) -> None:
     with mock.patch.dict(os.environ, options), redirect_stdout(out), redirect_stderr(err):
         assert cli.main(["run", str(folder / "script.py"), "3", END]) == 0
     assert out.getvalue().count("loss") == 3  # both trained
-    once = "layer calls", "installed in megatron-core", "learned from", "captured 4 graphs", "one line"
+    assert err.getvalue().count("layer calls") == 2 * (1 - rank)  # in the table and the verdict
+    once = (
+        "of layer calls replayed",
+        "installed in megatron-core",
+        "learned from",
+        "captured 4 graphs",
+        "one line",
+    )
     assert [err.getvalue().count(words) for words in once] == [1 - rank] * len(once), err.getvalue()
     said = [line for line in err.getvalue().splitlines() if "a warning" in line]
     assert said == [f"megagraph: {'[rank 1] ' * rank}a warning"]

@@ -251,16 +251,14 @@ class BlockPlan:
             modules = dict(layer.named_modules(remove_duplicate=False))
             children = [child for part in parts for child in part.children(layer) if child in modules]
             routes = any(part.routes for part in parts) if parts else moe.has_grouped(layer)
-            # Nodes of a plan keep what they were given until their backward.
-            config: Any = layer.config
-            is_planned = config.overlap_moe_expert_parallel_comm
             step = SiteSpec(
                 name=name,
                 module=layer,
                 forward=self._alone(run),
                 parts=children,
                 bypassed=sorted({child.rpartition(".")[0] for child in children} - {""}),
-                transient=() if is_planned or not parts else parts[-1].transient(layer),
+                # Nodes of a plan keep what they were given until their backward.
+                transient=() if _is_planned(layer) or not parts else parts[-1].transient(layer),
                 **({"state": moe.read_by_routers} if routes else {}),
             )
         else:
@@ -308,10 +306,14 @@ def _in_turn(runs: Sequence[Run]) -> Run:
     return run
 
 
+def _is_planned(layer: nn.Module) -> bool:
+    """Whether nodes of a plan run it; a layer that is not Megatron's may have no config."""
+    return bool(getattr(getattr(layer, "config", None), "overlap_moe_expert_parallel_comm", False))
+
+
 def _unsupported(layer: nn.Module, parts: Sequence[LayerPart], is_split: bool) -> str | None:
     """Why a layer cannot run some parts in graphs, apart from the rest if it is split; or None."""
-    config: Any = layer.config
-    if config.overlap_moe_expert_parallel_comm and is_replaced(layer, LAYER_FORWARD):
+    if _is_planned(layer) and is_replaced(layer, LAYER_FORWARD):
         return f"expert-parallel overlap does not run its forward, {called_name(layer.forward)}"
     if is_split and (why := why_not_halved(layer)) is not None:
         return why
