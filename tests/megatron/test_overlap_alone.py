@@ -82,6 +82,19 @@ def test_experts_of_other_kinds(scopes: tuple[str, ...], case: str) -> None:
     check_calls(graphed.report, "graph", sum(map(len, steps)))
 
 
+def test_attention_whose_backward_comes_sooner_has_its_bits() -> None:
+    """Before the forward of the experts beside it, and not behind them."""
+
+    def sooner(trainer: Any, _index: int) -> contextlib.AbstractContextManager[Any]:
+        trainer.chunk.config.ep_overlap_early_attn_memory_release = True  # which asks for overlap beside it
+        return contextlib.nullcontext()
+
+    steps = steps_of(5)
+    graphed = train(steps, "graph", around=sooner)
+    assert_same_bits(train(steps, "eager", around=sooner), graphed)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+
+
 @pytest.mark.parametrize("scopes", [(), ("moe_router",)], ids=["as-chosen", "moe_router"])
 def test_dense_layers_follow_attention(scopes: tuple[str, ...]) -> None:
     """Bug: the MLP of a dense layer was named as well, which runs in a node of its own."""
