@@ -245,13 +245,14 @@ class Twins:
                 one = work_of(pair.eager)
             except Exception as error:
                 _raise_for_host(error)
-        before = self._report_of(pair.graphed)
+        before, is_renewed = self._report_of(pair.graphed), False
         try:
             other = work_of(pair.graphed)
         except RuntimeError as error:
             if not was_alone or WERE_APART not in str(error):
                 raise
             self.install(self.plugin)
+            before, is_renewed = self._report_of(pair.graphed), True
             other = work_of(pair.graphed)
         try:
             assert_same_bits(one, other)
@@ -260,8 +261,9 @@ class Twins:
             whys = rig.eager_since(after, before).keys() & OF_LAYERS
             drops = "moe_pad_expert_input_to_capacity"
             is_known = getattr(pair.eager.chunk.config, drops, False) or _are_near(one, other)
-            if whys and after["replays"] == before["replays"] and is_known:
-                raise AsGiven(f"for {whys}") from error
+            may_be_given = whys or is_renewed  # by the former plugin's reasons the eager twin has run so
+            if may_be_given and after["replays"] == before["replays"] and is_known:
+                raise AsGiven(f"for {whys or 'reasons of the former plugin'}") from error
             raise
 
     def change(self, name: str, do: Do, ranks: Sequence[int]) -> None:
