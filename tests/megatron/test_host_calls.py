@@ -202,3 +202,27 @@ def test_calls_before_the_first_schedule_replay_although_a_ddp_is_around(install
     step(trainer, [PACKS[0]], update=False, times=3)
     (report,) = megagraph.reports()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["replays"] == (3 + 2) * LAYERS
+
+
+def test_what_the_hooks_of_a_ddp_were_taken_for_is_no_failure_once_a_schedule_shows_it(
+    install: Install,
+) -> None:
+    """The model has been called before there was a DDP, and is called before the first schedule."""
+
+    class Called(Trainer):
+        def make_chunk(self, config: Any, spec: Any) -> Any:
+            chunk = super().make_chunk(config, spec).to(self.device)
+            for _ in range(2):
+                with torch.no_grad():
+                    forward(chunk, PACKS[0], self.device)
+            return chunk
+
+    install()
+    trainer = Called(OPTIONS)
+    for _ in range(2):
+        forward(trainer.chunk, PACKS[0], trainer.device)[0].sum().backward()
+    (before,) = megagraph.reports()
+    step(trainer, [PACKS[0]], update=False, times=3)
+    (report,) = megagraph.reports()
+    assert len(before["failures"]) == LAYERS == before["eager"]["FOREIGN_HOOK"] // 2
+    assert report["failures"] == [] and report["eager"] == before["eager"] and report["graphs"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever changes of what a captured layer reads: eager's bits at once, and graphs again where possible."""
 
+import itertools
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -180,13 +181,40 @@ def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(
         pair.step(rig.ONE)
         return rig.eager_since(pair.report(), before)
 
+    seconds = [pair.report()["capture_seconds"]]
     for _ in range(8):
         round_of_all()
-    captured = pair.report()["capture_seconds"]
+        seconds.append(pair.report()["capture_seconds"])
+    captured = seconds[-1]
+    # Those of a state go for those of another one twice at most.
+    assert [one != other for one, other in itertools.pairwise(seconds)].count(True) == 3
     # Of the three, two replay and one is eager, and nothing is captured any more.
     assert [round_of_all() for _ in range(2)] == 2 * [{"STATE_CHANGED": rig.LAYERS}]
     assert pair.report()["capture_seconds"] == captured
     assert sum("cuda_graph_max_states is 2" in text for text in caplog.messages) == 1  # of the graphed one
+
+
+def test_settings_that_change_inside_of_a_step_have_verified_graphs_in_the_next_one() -> None:
+    pair, at_step = rig.Pair(), "highest"
+    for trainer in pair.both:
+        trainer.chunk.embedding.register_forward_pre_hook(
+            lambda *_: torch.set_float32_matmul_precision(at_step)
+        )
+
+    def changes_inside(trainer: Trainer) -> rig.Step:
+        torch.set_float32_matmul_precision("highest")
+        return step(trainer, [ONE])
+
+    try:
+        pair.step(ONE, times=2)
+        at_step = "high"
+        assert_same_bits(*pair.each(changes_inside))
+        pair.step(ONE)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": LAYERS}
+    assert (report["verification"]["verified"], report["verification"]["unverified"]) == (2, 0)
 
 
 def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
