@@ -15,8 +15,8 @@ they were.
 Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
 (it adds with atomics), it runs several times more, and its graph has to be a run like these
 (csrc/bank/verify/runs.h, Note [A run like others]). Where differences are rare and of several sizes that is
-no bound, so that a graph which lies further off has to do so twice; and where no more than roundings of few
-entries differ, four times, unless torch is asked for deterministic algorithms.
+no bound, so that a graph which lies further off has to do so in four verifications; so has one in which
+roundings of few entries differ and no more, unless torch is asked for deterministic algorithms.
 
 A site that has a graph and does not take the micro-batch, on any rank, is not verified; `not_run` says which,
 and why. Ranks tell each other how each run went, of a graph or a module: if one of them fails, all give the

@@ -171,8 +171,8 @@ def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(
 
 
 @runs_python
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: int) -> None:
+@pytest.mark.parametrize("times", [3, 4])
+def test_a_graph_that_seldom_lies_far_off_is_right_if_its_module_scatters(times: int) -> None:
     """A module that is always alike excuses nothing, although it is verified once more, too."""
 
     def scatters(spread: float, far: list[float]) -> Applies:
@@ -189,8 +189,8 @@ def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: i
     bank = captured(layers, "cpu", training=False)
     is_verified = True
     verified = verify(bank, "it", example("cpu"))
-    assert {found.index for found in verified.differences} == ({1} if times == 1 else {0, 1})
-    assert verified.within_spread == ({0} if times == 1 else set()) and far == ([], [])
+    assert {found.index for found in verified.differences} == ({1} if times == 3 else {0, 1})
+    assert verified.within_spread == ({0} if times == 3 else set()) and far == ([], [])
 
 
 @runs_python

@@ -21,8 +21,8 @@ struct Difference {
   bool is_rounding = false;  // as small and rare as what adding with atomics makes of one call
 
   // Whether it may not recur in further verifications, having recurred in `times` of them: of
-  // dozens of tensors some differ by chance in two verifications, hardly any in four.
-  bool may_be_chance(int times) const { return times < (is_rounding ? 3 : is_noisy ? 1 : 0); }
+  // hundreds of tensors some differ by chance in two verifications, hardly any in four.
+  bool may_be_chance(int times) const { return (is_rounding || is_noisy) && times < 3; }
   std::string in_words() const;
 };
 
