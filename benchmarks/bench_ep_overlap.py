@@ -5,6 +5,7 @@ A copy stands for the all-to-all, "the stand-in": it takes a set time on the com
 any of the device's bandwidth. So this tells what overlap costs the host and what can lie under compute, and
 nothing of a network. All layers are of experts and of Transformer Engine's modules; each way to run them has
 a process of its own. Host times are those until the schedule returns, without the host's waits for events.
+Peaks are those of the whole process, and those of steps after the capture, which training goes on with.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ from statistics import median
 from benchmarks.measuring.children import Parts, measure_part
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
-from benchmarks.subjects.overlap import EAGER, GRAPHED, WITHOUT, measure_overlap
+from benchmarks.subjects.overlap import ALLOCATED, EAGER, GRAPHED, MEMORY, POOLS, WITHOUT, measure_overlap
 from benchmarks.subjects.steps import step_case
 
 WAYS = (WITHOUT, EAGER, GRAPHED)
@@ -50,10 +51,13 @@ def _figures_of(name: str) -> list[Figure]:
             if us:
                 values["what of the stand-in's time lies under compute"] = answer["share"][place], "share"
             figures += plain(where, values)
-    peaks = {way: answer["reserved"] / MIB for way, answer in answers.items()}
-    peak = f"{name}: peak memory reserved"
-    figures += plain(peak, {way: (peaks[way], "MiB") for way in (WITHOUT, EAGER)})
-    return [*figures, against(f"{peak}: {GRAPHED}", peaks[GRAPHED], EAGER, peaks[EAGER], share=PEAK_BAR)]
+    memory = {way: answer["memory"] for way, answer in answers.items()}
+    for what in MEMORY[:-1]:
+        peaks = {way: of[what] / MIB for way, of in memory.items()}
+        bar, where = None if what == ALLOCATED else PEAK_BAR, f"{name}: {what}"
+        figures += plain(where, {way: (peaks[way], "MiB") for way in (WITHOUT, EAGER)})
+        figures.append(against(f"{where}: {GRAPHED}", peaks[GRAPHED], EAGER, peaks[EAGER], share=bar))
+    return [*figures, *plain(name, {POOLS: (memory[GRAPHED][POOLS] / MIB, "MiB")})]
 
 
 def measure(measurement: Measurement) -> None:

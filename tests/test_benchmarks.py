@@ -26,7 +26,7 @@ from benchmarks import plot  # noqa: E402
 from benchmarks.measuring import children, results  # noqa: E402
 from benchmarks.measuring.clocks import MIB, STEP, read_timeline  # noqa: E402
 from benchmarks.measuring.results import RESULTS, Figure, Measurement, read_result, write_result  # noqa: E402
-from benchmarks.subjects import costs, layers, packs  # noqa: E402
+from benchmarks.subjects import costs, layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
@@ -68,7 +68,8 @@ CAPTURE = {
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
     "ep_overlap": dict.fromkeys(("walls", "host_us"), [TIMES] * 4)
-    | {"launches": [9.0] * 4, "share": [0.5] * 4, "reserved": MIB},
+    | {"launches": [9.0] * 4, "share": [0.5] * 4}
+    | {"memory": dict.fromkeys(overlap.MEMORY, MIB)},
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
     "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }

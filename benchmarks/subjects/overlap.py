@@ -74,6 +74,11 @@ def copies_for_all_to_all(us: float = 0.0) -> Iterator[None]:
 # -- what overlap costs and gains ------------------------------------------------------------------
 
 WITHOUT, EAGER, GRAPHED = "no overlap", "overlap, eager", "overlap, graphed"  # in one process each
+# What memory is of: the most that torch's allocator held, in the whole process and since the capture; and of
+# the latter what tensors took.
+RESERVED, RESERVED_LATER = "peak memory reserved", "peak memory reserved by steps after the capture"
+ALLOCATED, POOLS = "peak memory of tensors outside of graphs in these", "pools of the graphs"
+MEMORY = RESERVED, RESERVED_LATER, ALLOCATED, POOLS
 WARM_UP_STEPS = 6  # the fourth captures
 ROUNDS = 4  # of each distinct step
 
@@ -121,7 +126,7 @@ def measure_overlap(
 
     Answers lists of each such time: of its rounds `walls` and times of the host without its waits, `host_us`
     of a micro-batch; its `launches` of a micro-batch; the `share` of the all-to-alls' time beside which
-    something else runs, 0 where they take none. And the most that torch `reserved`.
+    something else runs, 0 where they take none. And bytes of `memory`, by what they are of.
     """
     mode = "graph" if way == GRAPHED else "eager"
     install(capacities=(case.capacity,), cuda_graph_modules=tuple(scopes), mode=mode)
@@ -130,6 +135,10 @@ def measure_overlap(
     found: Answer = {"walls": [], "host_us": [], "launches": [], "share": []}
     with copies_for_all_to_all():
         trainer.walls_ms(steps, range(WARM_UP_STEPS))
+    first = torch.cuda.max_memory_reserved()
+    if torch.cuda.is_available():  # warm-up, capture and verification hold more than they leave
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     for us in times_us:
         with copies_for_all_to_all(us), without_collection():
             walls, host_us = [], []
@@ -138,12 +147,15 @@ def measure_overlap(
                 host_us.append(trainer.host_ms * 1e3 / MICRO_BATCHES)
         found["walls"].append(walls)
         found["host_us"].append(host_us)
-    found["reserved"] = torch.cuda.max_memory_reserved()
+    later, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    memory = {RESERVED: max(first, later), RESERVED_LATER: later, ALLOCATED: allocated}
     for us in times_us:
         with copies_for_all_to_all(us):
             timeline = trainer.traced(steps[0])
         found["launches"].append(timeline.launches / MICRO_BATCHES)
         found["share"].append(timeline.share_beside(_STAND_IN) if us else 0.0)
     if way == GRAPHED:
-        check_replays(megagraph.reports()[-1])
-    return found
+        report = megagraph.reports()[-1]
+        check_replays(report)
+        memory[POOLS] = report["pool_bytes"]
+    return {**found, "memory": memory}
