@@ -130,7 +130,8 @@ class GraphBank(metaclass=_pybind11_type):
         num_sites: int,
         *,
         num_slots: int,
-        pools: Sequence[PoolHold],
+        pools: Sequence[Sequence[PoolHold]],
+        facing: Sequence[Sequence[int]],
         poison: bool,
         run_eager_alike: Callable[[int, int, int, str], None] | None,
     ) -> None: ...

@@ -63,22 +63,24 @@ void set_counters(GraphBank& bank, const std::map<std::string, int64_t>& values)
   }
 }
 
-// Only a CUDA build has pools to keep alive.
+// Of each slot. Only a CUDA build has pools to keep alive.
 #ifdef MEGAGRAPH_WITH_CUDA
-using Pools = std::vector<std::shared_ptr<PoolHold>>;
+using Pools = std::vector<std::vector<std::shared_ptr<PoolHold>>>;
 #else
-using Pools = std::vector<std::shared_ptr<Slot>>;
+using Pools = std::vector<std::vector<std::shared_ptr<Slot>>>;
 #endif
 
 std::shared_ptr<GraphBank> make_bank(c10::Device device, int num_sites, int num_slots,
-                                     const Pools& pools, bool poison,
+                                     const Pools& pools, GraphBank::Facing facing, bool poison,
                                      RunEagerAlike run_eager_alike) {
   TORCH_CHECK_VALUE(num_slots >= 1, "a bank needs at least one slot, got ", num_slots);
   TORCH_CHECK_VALUE(pools.empty() || static_cast<int>(pools.size()) == num_slots, "expected ",
-                    num_slots, " pools, one for each slot, got ", pools.size());
-  std::vector<std::shared_ptr<void>> held(pools.begin(), pools.end());
+                    num_slots, " lists of pools, one for each slot, got ", pools.size());
+  std::vector<std::shared_ptr<void>> held;
+  for (const auto& of_slot : pools) held.push_back(std::make_shared<Pools::value_type>(of_slot));
   held.resize(num_slots);  // the host's slots have none
-  return std::make_shared<GraphBank>(device, num_sites, held, poison, std::move(run_eager_alike));
+  return std::make_shared<GraphBank>(device, num_sites, held, std::move(facing), poison,
+                                     std::move(run_eager_alike));
 }
 
 // A call on a span of sites; without its last one, on one site.
@@ -156,7 +158,8 @@ void bind_graph_bank(py::module_& m) {
            py::arg("end_source"));
   py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
       .def(py::init(&make_bank), py::arg("device"), py::arg("num_sites"), py::kw_only(),
-           py::arg("num_slots"), py::arg("pools"), py::arg("poison"), py::arg("run_eager_alike"))
+           py::arg("num_slots"), py::arg("pools"), py::arg("facing"), py::arg("poison"),
+           py::arg("run_eager_alike"))
       .def_property_readonly("state", &GraphBank::state)
       .def("become", &GraphBank::become, py::arg("state"))
       .def(

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <utility>
@@ -18,8 +19,9 @@ namespace {
 namespace allocator = c10::cuda::CUDACachingAllocator;
 using c10::CachingDeviceAllocator::TraceEntry;
 
-// torch's allocator: blocks are multiples of the first, and up to the second share segments.
-constexpr size_t kBlockBytes = 512, kSmallBytes = 1 << 20;
+// torch's allocator: blocks are multiples of the first, up to the second share small segments, and
+// up to the third such of twice as much.
+constexpr size_t kBlockBytes = 512, kSmallBytes = 1 << 20, kOwnSegmentBytes = 10 << 20;
 
 // Taken under the allocator's lock, and nothing is taken under it.
 std::mutex watched_mutex;
@@ -47,6 +49,7 @@ size_t PassMemory::kept_bytes() const {
 
 void reserve(c10::DeviceIndex device, c10::MempoolId_t pool, size_t bytes) {
   if (bytes == 0) return;
+  bytes = std::max(bytes, kOwnSegmentBytes);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
   allocator::beginAllocateToPool(device, pool, [stream](cudaStream_t of) { return of == stream; });
   void* block = nullptr;

@@ -41,8 +41,8 @@ class Backend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
-        """Makes one memory pool for each slot; returns what keeps them alive. The host's memory has none."""
+    def add_pools(self, number: int) -> list[_C.PoolHold]:
+        """Makes memory pools, several for several slots; returns what keeps them alive. The host has none."""
         return []
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
@@ -53,13 +53,13 @@ class Backend:
         """A pool for one capture of a variant, given back afterwards, and what it learns; or None."""
         return contextlib.nullcontext()
 
-    def reserve(self, slot_pool: int, num_bytes: int) -> None:
-        """Before its first pass: has the pool of a slot hold so many bytes in one block."""
+    def reserve(self, pool: int, num_bytes: int) -> None:
+        """Before its first pass: has a pool hold so many bytes in one block."""
 
     def record(
-        self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
+        self, pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
     ) -> _C.Executable:
-        """Records `body` into the pool of a slot; of the pass's `memory` slots share what is temporary."""
+        """Records `body` into a pool; of the pass's `memory` slots share what is temporary."""
         body()
         return _C.make_host_executable(body)
 
@@ -134,10 +134,10 @@ class CudaBackend(Backend):
         self._pools: list[tuple[int, int]] = []
         self._scratch: _Scratch | None = None
 
-    def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
-        if num_slots > 1 and self._scratch is None:
+    def add_pools(self, number: int) -> list[_C.PoolHold]:
+        if number > 1 and self._scratch is None:
             self._scratch = _Scratch.used_by(self)
-        pools = [torch.cuda.graph_pool_handle() for _ in range(num_slots)]
+        pools = [torch.cuda.graph_pool_handle() for _ in range(number)]
         self._pools += pools
         return [_C.PoolHold(self.device.index, pool) for pool in pools]
 
@@ -164,14 +164,14 @@ class CudaBackend(Backend):
         finally:
             caller.wait_stream(self._stream)
 
-    def reserve(self, slot_pool: int, num_bytes: int) -> None:
-        _C.reserve(self.device.index, self._pools[slot_pool], num_bytes)
+    def reserve(self, pool: int, num_bytes: int) -> None:
+        _C.reserve(self.device.index, self._pools[pool], num_bytes)
 
     def record(
-        self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
+        self, pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
     ) -> _C.Executable:
         scratch = None if memory is None or self._scratch is None else self._scratch.hold
-        capture = _C.CudaCapture(self._pools[slot_pool], self._generators(), scratch, memory)
+        capture = _C.CudaCapture(self._pools[pool], self._generators(), scratch, memory)
         try:
             capture.begin()
             body()

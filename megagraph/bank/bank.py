@@ -26,7 +26,7 @@ from megagraph.bank.backends import PassMemories, backend_for
 from megagraph.bank.capture import BankOptions, CapturePlan
 from megagraph.bank.restore import main_grad_of, written_by
 from megagraph.bank.rng import RngSources
-from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, SiteSpec, VariantSpec
+from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, Facing, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.timeline import Lease
@@ -44,8 +44,8 @@ class Bank(_C.GraphBank):
     """Sites that run one after another, and all of their graphs.
 
     A plain module is called with the hidden states and the variant's arguments. Parts that stay eager may
-    stand anywhere. On the CPU the host backend stands in for graphs. The figures of `former`, a bank of as
-    many slots, go on.
+    stand anywhere. On the CPU the host backend stands in for graphs. With `facing` two slots share memory.
+    The figures of `former`, a bank of as many slots, go on.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Bank(_C.GraphBank):
         device: torch.device | str,
         *,
         num_slots: int = 1,
+        facing: Facing | None = None,
         options: BankOptions = _DEFAULT,
         former: "Bank | None" = None,
     ) -> None:
@@ -79,11 +80,20 @@ class Bank(_C.GraphBank):
         # Whether trackers draw from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
         self.backend = backend_for(device, self.rng.generators)
+        slots, sites = range(num_slots), range(len(self.specs))
+        # Of each slot the pool of what its forwards keep, by site. Of everything else it has one.
+        blocks = [[facing.block(slot, site) for site in sites] for slot in slots] if facing else []
+        pool_of = {block: num_slots + at for at, block in enumerate(sorted({*itertools.chain(*blocks)}))}
+        self._kept_in = [[pool_of[block] for block in of_slot] for of_slot in blocks] or [
+            [slot] * len(sites) for slot in slots
+        ]
+        holds = self.backend.add_pools(num_slots + len(pool_of))
         super().__init__(
             self.backend.device,
             len(self.specs),
             num_slots=num_slots,
-            pools=self.backend.add_pools(num_slots),
+            pools=[[holds[at] for at in {slot, *self._kept_in[slot]}] for slot in slots] if holds else [],
+            facing=facing.opposite() if facing else [],
             poison=options.poison or device.type == "cpu",
             run_eager_alike=options.run_eager_alike if options.holds_collectives else None,
         )
@@ -184,7 +194,7 @@ class Bank(_C.GraphBank):
                 if given is None:
                     return None
                 pool, memories = given
-                self._plan(variant, 0).capture(memories, pool)
+                self._plan(variant, 0).capture(memories, pool, [pool] * len(self.specs))
             return memories
 
         variant.memories = self._without_failing(attempt)
@@ -192,7 +202,10 @@ class Bank(_C.GraphBank):
     def _capture_one(self, variant: CapturedVariant) -> None:
         def attempt() -> Sequence[Mapping[int, _C.SiteGraph]]:
             plans = [self._plan(variant, slot) for slot in range(self.num_slots)]
-            by_slot = [plan.capture(variant.memories) for plan in plans]
+            by_slot = [
+                plan.capture(variant.memories, slot, kept_in)
+                for slot, (plan, kept_in) in enumerate(zip(plans, self._kept_in, strict=True))
+            ]
             variant.notes = [plan.notes for plan in plans]
             return by_slot
 

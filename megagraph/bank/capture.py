@@ -25,6 +25,7 @@ import enum
 import gc
 import pathlib
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +164,7 @@ class CapturePlan:
         slot: int,
     ) -> None:
         self._backend, self._rng, self._options = backend, rng, options
-        self._gaps, self._sites, self._slot = gaps, sites, slot
+        self._gaps, self._sites = gaps, sites
         spec, self._arguments = variant.spec, variant.given[slot]
         self._training, self._shape, self._dtype = spec.training, (spec.rows, *spec.row_shape), spec.dtype
         self._end = None if spec.end_buffer is None else variant.buffers[slot][spec.end_buffer]
@@ -348,37 +349,43 @@ class CapturePlan:
         detail = f"reaches {_in_words(borrowed)}, a parameter that none of its modules has"
         raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
 
-    def capture(self, memories: PassMemories | None, pool: int | None = None) -> dict[int, _C.SiteGraph]:
-        """Captures as Note [Capture plan] says, after the warm-up, into the slot's pool or another one.
+    def capture(
+        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int]
+    ) -> dict[int, _C.SiteGraph]:
+        """Captures as Note [Capture plan] says, after the warm-up, into a pool, but forwards into `kept_in`.
 
         `memories` is what each pass allocates, learned or to be learned; None where slots share nothing.
+        `kept_in` are pools by site.
         After a `CaptureError`, which names the site, the op and the line, everything has been undone.
         """
         sites, runs = [*self._sites.values()], self._backend.runs_while_recording
         with self._traced(), leaves_no_trace(sites, work_runs=runs, left_out=self._options.left_out):
-            return self._record(self._slot if pool is None else pool, memories)
+            return self._record(memories, pool, kept_in)
 
-    def _record(self, pool: int, memories: PassMemories | None) -> dict[int, _C.SiteGraph]:
+    def _record(
+        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int]
+    ) -> dict[int, _C.SiteGraph]:
         def memory(index: int, phase: str) -> Any:
             return None if memories is None else memories[index, phase]
 
         if memories:  # learned by now; later backwards find room where the first one's site had its memory
-            forward, backward = (
-                [memory(index, phase).kept_bytes for index in self._sites]
-                for phase in ("forward", "backward")
-            )
-            self._backend.reserve(pool, sum(forward) + max(backward))
+            needs = Counter({pool: max(memory(index, "backward").kept_bytes for index in self._sites)})
+            for index in self._sites:
+                needs[kept_in[index]] += memory(index, "forward").kept_bytes
+            for at, num_bytes in needs.items():
+                self._backend.reserve(at, num_bytes)
         edges = self._edges
         swaps = {index: swap_of(site, self._training) for index, site in self._sites.items()}
-        passes = [(index, "forward", self._forward, edges.give_back_outputs) for index in self._sites]
+        give_back = edges.give_back_outputs
+        passes = [(index, "forward", self._forward, kept_in[index], give_back) for index in self._sites]
         if self._training:
-            last_first = reversed([*self._sites])
-            passes += [(index, "backward", self._backward, edges.give_back_gradients) for index in last_first]
+            last_first, give_back = reversed([*self._sites]), edges.give_back_gradients
+            passes += [(index, "backward", self._backward, pool, give_back) for index in last_first]
         captured: dict[tuple[int, str], _C.Executable] = {}
-        for index, phase, body_of, give_back in passes:
+        for index, phase, body_of, at, give_back in passes:
             with self._named(index, f"capture of the {phase}"):
                 body = body_of(index, swaps[index])
-                captured[index, phase] = self._backend.record(pool, body, memory(index, phase))
+                captured[index, phase] = self._backend.record(at, body, memory(index, phase))
                 give_back(index)
                 self.notes[index] = self._backend.note(pool)
         edges.disown()

@@ -28,7 +28,13 @@ PATHS = {
 
 def bank_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
     return _C.GraphBank(
-        torch.device("cpu"), num_sites, num_slots=num_slots, pools=[], poison=True, run_eager_alike=None
+        torch.device("cpu"),
+        num_sites,
+        num_slots=num_slots,
+        pools=[],
+        facing=[],
+        poison=True,
+        run_eager_alike=None,
     )
 
 

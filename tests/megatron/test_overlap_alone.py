@@ -175,6 +175,26 @@ def test_a_micro_batch_that_replays_nothing_though_it_has_graphs_is_a_failure() 
     assert report["eager"]["NESTING"] == report["changed"]
 
 
+def test_a_forward_ahead_of_the_backward_that_frees_its_memory_runs_eager() -> None:
+    """Two slots share memory, as Megatron runs layer by layer through two micro-batches."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+
+    run = TransformerModelChunkSchedulePlan.run
+
+    def one_after_another(forward: Any, backward: Any, b_grad: Any = None, **_hooks: Any) -> Any:
+        out = run(forward, None)
+        run(None, backward, b_grad=b_grad)
+        return out
+
+    def ahead(_trainer: Any) -> contextlib.AbstractContextManager[Any]:
+        return mock.patch.object(TransformerModelChunkSchedulePlan, "run", one_after_another)
+
+    report = compared_while(ahead)
+    # Of every second micro-batch one layer: in the others the layer before it lies there, and is through.
+    assert report["eager"]["NESTING"] == sum(COUNTS[step % len(COUNTS)] // 2 for step in range(BREAKS, STEPS))
+    assert set(report["eager"]) == {"WARMING_UP", "NESTING"} and report["failures"] == []
+
+
 def test_a_layer_with_a_forward_of_a_hosts_is_refused() -> None:
     """A plan would not run it."""
     chunk = OverlapTrainer(overlaps=True).chunk

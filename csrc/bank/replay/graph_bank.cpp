@@ -85,15 +85,33 @@ void GraphBank::check_nobody_replays() const {
 }
 
 GraphBank::GraphBank(c10::Device device, int num_sites,
-                     const std::vector<std::shared_ptr<void>>& pools, bool poison,
+                     const std::vector<std::shared_ptr<void>>& pools, Facing facing, bool poison,
                      RunEagerAlike run_eager_alike)
     : status_(std::make_shared<BankStatus>()),
       device_(device),
       slots_(pools, num_sites, [this](int slot, int variant) { on_slot_free(slot, variant); }),
+      facing_(std::move(facing)),
       poison_(poison),
       run_eager_alike_(std::move(run_eager_alike)) {
   TORCH_CHECK_VALUE(num_sites >= 1, "a bank needs at least one site, got ", num_sites);
+  TORCH_CHECK_VALUE(facing_.empty() || (num_slots() == 2 && facing_.size() == size_t(num_sites)),
+                    "two slots face each other, site by site, got ", num_slots(), " slots and ",
+                    facing_.size(), " of ", num_sites, " sites");
   for (int index = 0; index < num_sites; ++index) sites_.push_back(std::make_unique<Site>());
+}
+
+template <typename Use>
+void GraphBank::for_each_facing(int slot, int site, const Use& use) const {
+  if (facing_.empty()) return;
+  for (const int other : facing_[site]) use(*slots_.slots()[1 - slot], other);
+}
+
+bool GraphBank::is_facing_held(int slot, int site, bool may_wait) const {
+  bool is_held = false;
+  for_each_facing(slot, site, [&](Slot& other, int its) {
+    is_held = is_held || (may_wait ? !other.await_site(its) : other.is_held(its));
+  });
+  return is_held;
 }
 
 GraphBank::~GraphBank() {
@@ -341,11 +359,33 @@ void GraphBank::on_slot_free(int slot, int variant) noexcept {
     const Launch launch(device_);
     const at::NoGradGuard no_grad;
     const NoDispatchModes plain;  // somebody's may be on wherever a tensor dies
-    for (const auto& site : sites_) {
-      if (SiteGraph* graph = site->graph(variant, slot)) graph->poison();
+    for (int site = 0; site < num_sites(); ++site) {
+      SiteGraph* graph = sites_[site]->graph(variant, slot);
+      if (graph == nullptr) continue;
+      graph->poison_gradients();
+      // Else what lies there is the other slot's by now.
+      if (!is_facing_held(slot, site, /*may_wait=*/false)) graph->poison_kept();
     }
   });
   if (!is_done) has_unpoisoned_ = true;
+}
+
+// What the forwards of a slot write over, and others might still read.
+void GraphBank::poison_before(int slot, int first, int last) const {
+  const Launch launch(device_);
+  const at::NoGradGuard no_grad;
+  if (first > 0) {
+    SiteGraph* before = sites_[first - 1]->graph(slots_.slots()[slot]->variant(), slot);
+    // Later passes have not used that memory yet.
+    if (before != nullptr) before->poison_transients();
+  }
+  for (int site = first; site <= last; ++site) {
+    for_each_facing(slot, site, [&](const Slot& other, int its) {
+      if (other.variant() < 0) return;
+      SiteGraph* graph = sites_[its]->graph(other.variant(), other.index());
+      if (graph != nullptr) graph->poison_kept();
+    });
+  }
 }
 
 bool GraphBank::all_free() const {

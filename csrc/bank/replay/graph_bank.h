@@ -67,11 +67,15 @@ using RunEagerAlike =
 
 class GraphBank {
  public:
-  // `pools`: what keeps the memory of each slot alive; one entry a slot. `poison`: fill a freed
-  // slot's floating-point boundaries with NaN. `run_eager_alike`: null where graphs hold no
-  // collectives.
+  // Of two slots that face each other, by site: those of the other slot that lie where it does
+  // (Note [Facing slots] in slot_ring.h). Empty: slots share nothing that is kept.
+  using Facing = std::vector<std::vector<int>>;
+
+  // `pools`: what keeps the memory of each slot alive; one entry a slot. `poison`: fill the
+  // floating-point boundaries of what is free with NaN. `run_eager_alike`: null where graphs hold
+  // no collectives.
   GraphBank(c10::Device device, int num_sites, const std::vector<std::shared_ptr<void>>& pools,
-            bool poison, RunEagerAlike run_eager_alike);
+            Facing facing, bool poison, RunEagerAlike run_eager_alike);
   ~GraphBank();
   GraphBank(const GraphBank&) = delete;
   GraphBank& operator=(const GraphBank&) = delete;
@@ -185,6 +189,13 @@ class GraphBank {
   void append_document_grids(SegmentList& segments, const Segment& offsets,
                              const at::Tensor& target);
   void on_slot_free(int slot, int variant) noexcept;
+  // Calls `use` with the other slot and each of its sites that lies where `site` of this one does.
+  template <typename Use>
+  void for_each_facing(int slot, int site, const Use& use) const;
+  // Whether one of them is held; if graphs hold collectives, once other threads have had their
+  // moment.
+  bool is_facing_held(int slot, int site, bool may_wait) const;
+  void poison_before(int slot, int first, int last) const;
   void check_nobody_replays() const;
   std::shared_ptr<const VariantGraphs> gather(int variant, int slot) const;
   void check_source(const Variant& variant, size_t spec,
@@ -198,6 +209,7 @@ class GraphBank {
   std::vector<std::vector<GridTables>> grids_;  // [variant][slot]
   std::shared_ptr<const GradientListener> listener_;
   bool is_in_step_ = true;
+  const Facing facing_;
   const bool poison_;
   const RunEagerAlike run_eager_alike_;
   int64_t number_ = 0;  // of the micro-batch

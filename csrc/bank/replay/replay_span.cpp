@@ -45,6 +45,11 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
       inputs.front().const_data_ptr() != entry->boundaries.inputs.front().const_data_ptr()) {
     return EagerReason::kNesting;
   }
+  for (int site = first; site <= last; ++site) {
+    const bool may_wait = run_eager_alike_ != nullptr;
+    if (is_facing_held(slot->index(), site, may_wait)) return EagerReason::kNesting;
+  }
+  if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
   if (!slot->enter(first, last)) {
     // A rank that did not wait might be the only one to run eager.
     const bool are_gone =
@@ -53,11 +58,7 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
     if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
     if (!slot->enter(first, last)) return EagerReason::kNesting;
   }
-  if (poison_ && first > 0 && graphs->sites[first - 1] != nullptr) {
-    const Launch launch(device_);
-    const at::NoGradGuard no_grad;
-    graphs->sites[first - 1]->poison_transients();  // later passes have not used that memory yet
-  }
+  if (poison_) poison_before(slot->index(), first, last);
   NodePtr<ReplayNode> node;
   if (training) node = ReplayNode::make(*this, slot, graphs, first, last);
 

@@ -30,9 +30,15 @@ bool SiteGraph::have_other_grads() const {
                      [](const at::Tensor& param) { return param.grad().defined(); });
 }
 
-void SiteGraph::poison() {
-  for (const auto* boundary : {&boundaries.inputs, &boundaries.outputs, &boundaries.grad_outputs,
-                               &boundaries.grad_inputs, &boundaries.param_grads}) {
+void SiteGraph::poison_kept() {
+  for (const at::Tensor& t : boundaries.outputs) fill_with_nan(t);
+  if (is_chained) return;  // the input is another site's output
+  for (const at::Tensor& t : boundaries.inputs) fill_with_nan(t);
+}
+
+void SiteGraph::poison_gradients() {
+  for (const auto* boundary :
+       {&boundaries.grad_outputs, &boundaries.grad_inputs, &boundaries.param_grads}) {
     for (const at::Tensor& t : *boundary) fill_with_nan(t);
   }
 }

@@ -62,7 +62,9 @@ struct SiteGraph {
   bool follows(const SiteGraph* before) const;
   // Of the accumulated parameters: VariantGraphs says what it means.
   bool have_other_grads() const;
-  void poison();
+  // Fills what is its own with NaN: what the forward is given or hands out, or gradients.
+  void poison_kept();
+  void poison_gradients();
   void poison_transients();
   void release();
 };

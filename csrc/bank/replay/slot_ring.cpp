@@ -34,7 +34,8 @@ Slot::Slot(int index, int num_sites, std::function<void(int)> on_free,
       keep_alive_(std::move(keep_alive)),
       outputs_(num_sites, 0),
       gradients_(num_sites, 0),
-      nodes_(num_sites, 0) {}
+      nodes_(num_sites, 0),
+      holds_(num_sites) {}
 
 bool Slot::lease(int variant, bool training) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -73,6 +74,7 @@ bool Slot::enter(int first, int last) {
   for (int site = first; site <= last; ++site) {
     live_.push_back(site);
     ++nodes_[site];
+    ++holds_[site];
     ++holders_;
   }
   return true;
@@ -99,13 +101,17 @@ void Slot::drop(int first, int last) {
 
 void Slot::node_done(int first, int last) {
   std::unique_lock<std::mutex> lock(mutex_);
-  for (int site = first; site <= last; ++site) --nodes_[site];
+  for (int site = first; site <= last; ++site) {
+    --nodes_[site];
+    --holds_[site];
+  }
   release_holders(lock, last - first + 1);
 }
 
 void Slot::retain_tensor(int site, LeaseKind kind) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++holders_;
+  ++holds_[site];
   if (kind == LeaseKind::kGradient) {
     ++gradients_[site];
     ++num_gradients_;
@@ -118,12 +124,14 @@ void Slot::retain_tensor(int site, LeaseKind kind) {
 
 void Slot::release_tensor(int site, LeaseKind kind) {
   std::unique_lock<std::mutex> lock(mutex_);
+  --holds_[site];
+  is_released_.notify_all();
   if (kind == LeaseKind::kGradient) {
     --gradients_[site];
     --num_gradients_;
     return release_holders(lock);
   }
-  if (kind == LeaseKind::kTransient && --num_transients_ == 0) no_transients_.notify_all();
+  if (kind == LeaseKind::kTransient) --num_transients_;
   --outputs_[site];
   while (top_output_ >= 0 && outputs_[top_output_] == 0) --top_output_;
   // Without a backward, a site is live while somebody may read its output.
@@ -133,14 +141,15 @@ void Slot::release_tensor(int site, LeaseKind kind) {
   release_holders(lock);
 }
 
-bool Slot::is_held(int site) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return nodes_[site] > 0 || outputs_[site] > 0 || gradients_[site] > 0;
+bool Slot::await_site(int site, std::chrono::milliseconds patience) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (nodes_[site] > 0) return false;
+  return is_released_.wait_for(lock, patience, [this, site] { return !is_held(site); });
 }
 
 bool Slot::await_transients(std::chrono::milliseconds patience) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return no_transients_.wait_for(lock, patience, [this] { return num_transients_ == 0; });
+  return is_released_.wait_for(lock, patience, [this] { return num_transients_ == 0; });
 }
 
 bool Slot::await_stray_transients() {
@@ -148,7 +157,7 @@ bool Slot::await_stray_transients() {
   const auto are_gone = [this] { return num_transients_ == 0; };
   if (are_gone()) return true;
   has_met_transients_ = true;
-  is_patient_ = is_patient_ && no_transients_.wait_for(lock, kPatience, are_gone);
+  is_patient_ = is_patient_ && is_released_.wait_for(lock, kPatience, are_gone);
   return are_gone();
 }
 

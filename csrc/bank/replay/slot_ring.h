@@ -21,6 +21,16 @@
 // runs. What a site behind a gap is given, and the gradients on both sides of a gap, are written
 // right before the pass that reads them, and need no rule.
 //
+// Note [Facing slots]
+// Where a schedule runs the forward of one micro-batch beside the backward of the one before, layer
+// by layer, a layer's memory is free long before its slot is. So two slots may face each other: of
+// `n` layers, what the forward of layer `l` in the one keeps, and hands out, lies where that of
+// layer n - l of the other one does, and n + 1 layers take the memory of two slots. What backwards
+// keep stays in each slot's own pool. Then a forward runs only if no site of that other layer waits
+// for its backward, and nobody holds a tensor of it; else it runs eager (NESTING). A backward needs
+// no such rule: as long as it is to come, the forwards of the other slot that would write over what
+// it reads do not run. tests/bank/test_facing_slots.py checks this.
+//
 // Note [Other threads]
 // A communicator's worker (gloo's) wakes those who wait for it and lets go of what it has sent only
 // then. On a busy machine that takes milliseconds, in which the host may have come to the next
@@ -80,8 +90,11 @@ class Slot {
 
   void retain_tensor(int site, LeaseKind kind);
   void release_tensor(int site, LeaseKind kind);
-  // Whether the backward of `site` is to come, or somebody may read a tensor of it.
-  bool is_held(int site) const;
+  // Whether the backward of `site` is to come, or somebody may read a tensor of it. Takes no lock.
+  bool is_held(int site) const { return holds_[site] > 0; }
+  // Whether it is not held, once other threads have had their moment: Note [Other threads]. For a
+  // backward that is to come nobody waits.
+  bool await_site(int site, std::chrono::milliseconds patience = kPatience);
   // Whether nobody may read a transient output, once other threads have had their moment: Note
   // [Other threads]. Call these without the GIL.
   bool await_transients(std::chrono::milliseconds patience = kPatience);
@@ -113,8 +126,9 @@ class Slot {
   int64_t holders_ = 0;
   std::vector<int> live_;                             // sites, ascending
   std::vector<int32_t> outputs_, gradients_, nodes_;  // holders by site
+  std::vector<std::atomic<int32_t>> holds_;           // of all three kinds together
   int64_t num_gradients_ = 0, num_transients_ = 0;
-  std::condition_variable no_transients_;
+  std::condition_variable is_released_;                  // a tensor
   bool is_patient_ = true, has_met_transients_ = false;  // the latter: of this lease
   int top_output_ = -1;                                  // the last site whose output is held
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;

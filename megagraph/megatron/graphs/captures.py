@@ -27,7 +27,7 @@ from megagraph.megatron.graphs.variants import variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
-from megagraph.megatron.parallel.model_parallel import slots_of
+from megagraph.megatron.parallel.model_parallel import slots_face, slots_of
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch
 from megagraph.report import capture_progress
@@ -79,9 +79,10 @@ class Captures:
             poison=self._config.poison,
             annotate=self._config.cuda_graph_nvtx,
         )
-        num_slots = slots_of(layers.model, self._config.cuda_graph_slots)
+        slots = slots_of(layers.model, self._config.cuda_graph_slots)
+        facing = layers.plan.facing() if slots_face(layers.model, slots) else None
         steps = [step.step for step in layers.plan.steps]
-        self.bank = Bank(steps, self.device, num_slots=num_slots, options=options, former=former)
+        self.bank = Bank(steps, self.device, num_slots=slots, facing=facing, options=options, former=former)
         self._dispatch()
 
     def _dispatch(self) -> None:

@@ -20,8 +20,8 @@ from megagraph.megatron.seams import GPT_FORWARD
 from megagraph.modules.experts import linear_map
 
 __all__ = [
-    *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "shared_anew", "slots_of"),
-    "splits",
+    *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "shared_anew"),
+    *("slots_face", "slots_of", "splits"),
 ]
 
 
@@ -135,6 +135,16 @@ def slots_of(model: Any, asked: int | None) -> int:
     needed = schedule.most_in_flight[model.vp_stage or 0]
     asked = needed if asked is None else asked
     return asked if schedule.stages == 1 else min(asked, needed)
+
+
+def slots_face(model: Any, num_slots: int) -> bool:
+    """Whether two slots share memory: the schedule runs a forward beside the backward of the one before.
+
+    In a pipeline that may be another chunk's.
+    """
+    config: Any = model.config
+    is_alone = config.pipeline_model_parallel_size == 1
+    return is_alone and num_slots == 2 and bool(config.overlap_moe_expert_parallel_comm)
 
 
 def place_of(model: Any) -> str:

@@ -14,8 +14,9 @@ rotary table of the layers are in the plan's state while a first node runs: what
 layers sees the pack as it was given.
 
 Order. All nodes of a plan wait for one event and record it, and so are in order over both streams. Two
-micro-batches share parameters, gradients and metrics, on the compute stream alone. The last node that
-reads a slot is the first layer's backward, on the compute stream, where the slot is used next.
+micro-batches share parameters, gradients and metrics, on the compute stream alone. So they do the memory of
+their slots (csrc/bank/replay/slot_ring.h, Note [Facing slots]): the last node that reads what a layer keeps
+is the backward of its first node, on the compute stream, where its memory is used next.
 
 Nodes keep what they were given and have handed out until their backward, so nothing is transient here.
 `resize_(0)` of a dispatch's input drops a holder of the slot, and no memory.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
+from megagraph.bank.sites import EagerPart, Facing, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.scopes import moe
 from megagraph.megatron.scopes.parts import DENSE, LayerPart, Run, is_mamba, run_layer, why_not_halved
@@ -96,6 +96,11 @@ class BlockPlan:
     def specs(self) -> list[SiteSpec]:
         """The sites among the steps."""
         return [step.step for step in self.steps if isinstance(step.step, SiteSpec)]
+
+    def facing(self) -> Facing:
+        """How two slots face each other where a schedule runs through the block both ways at once."""
+        layers = [step.layer for step in self.steps if step.site is not None]
+        return Facing(layers=layers, num_layers=len(self._layers))
 
     @property
     def why_eager(self) -> Why | None:

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two slots that share memory: a forward runs beside the backward of the micro-batch before, layer by layer.
+
+On a GPU they do share it. On the CPU, where each has its own, what one would write over is filled with NaN.
+"""
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from bank_pair import Block, Pair, new_bank, variant
+from same_bits import assert_same_bits
+from torch import Tensor, nn
+
+from megagraph.bank.sites import EagerPart, Facing, SiteSpec
+
+MANY_ROWS = 1 << 14
+
+
+def double(_module: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden * 2
+
+
+def with_gaps(layers: Sequence[nn.Module]) -> list[SiteSpec | EagerPart]:
+    """Sites of whole layers, each of which doubles what it hands on, eager."""
+    steps: list[SiteSpec | EagerPart] = []
+    for index, layer in enumerate(layers):
+        gap = EagerPart(name=f"gap {index}", module=layer, forward=double)
+        steps += [SiteSpec(name=f"site {index}", module=layer), gap]
+    return steps
+
+
+class FacingPair(Pair):
+    """Blocks, of which `graphed` ones are sites; the others, and what comes behind each, run eager."""
+
+    def __init__(self, device: str, num_layers: int, graphed: Sequence[int], **options: Any) -> None:
+        self.num_layers, self.graphed = num_layers, list(graphed)
+        self.facing = Facing(layers=self.graphed, num_layers=num_layers)
+        blocks: list[nn.Module] = [Block() for _ in range(num_layers)]
+        options |= {"num_slots": 2, "facing": self.facing, "main_grad": True}
+        super().__init__(device, blocks, steps=self._steps, **options)
+        self.capture()
+
+    def _steps(self, layers: Sequence[nn.Module]) -> list[SiteSpec | EagerPart]:
+        return with_gaps([layers[index] for index in self.graphed])
+
+
+class Flight:
+    """One micro-batch, whose layers are run one by one, as nodes of a plan are."""
+
+    def __init__(self, pair: FacingPair) -> None:
+        self.pair = pair
+        self.layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # between their passes
+        self.replayed: set[int] = set()
+        self.grads: tuple[Tensor, Tensor] | None = None
+        self.lease = contextlib.ExitStack()
+        self.reason = self.lease.enter_context(pair.bank.micro_batch("train"))
+        self.slot = pair.bank.slot_index
+
+    def forward(self) -> None:
+        pair, index = self.pair, len(self.layers)
+        before = self.layers[-1][1::2] if self.layers else [pair.input()] * 2
+        x, eager_x = ((it.detach() * 2).requires_grad_() for it in before)
+        out: Any = NotImplemented
+        if self.reason is None and index in pair.graphed:
+            out = pair.bank.sites[pair.graphed.index(index)](x)
+        if out is NotImplemented:
+            out = pair.layers[index](x)
+        else:
+            self.replayed.add(index)
+        self.layers.append((x, out, eager_x, pair.eager_layers[index](eager_x)))
+        if len(self.layers) == pair.num_layers:
+            self.lease.close()
+
+    def backward(self) -> None:
+        x, out, eager_x, eager_out = self.layers.pop()
+        assert_same_bits(out, eager_out, "output")
+        grad, eager_grad = self.grads or [torch.randn_like(eager_out)] * 2
+        torch.autograd.backward(out, grad.clone())
+        torch.autograd.backward(eager_out, eager_grad.clone())
+        assert x.grad is not None and eager_x.grad is not None
+        assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
+        self.grads = x.grad * 2, eager_x.grad * 2
+        self.replayed.discard(len(self.layers))
+
+    def check(self) -> None:
+        for index, (_x, out, _eager_x, eager_out) in enumerate(self.layers):
+            assert_same_bits(out, eager_out, f"output of layer {index}")
+
+
+def overlapped(pair: FacingPair, count: int) -> Iterator[Flight]:
+    """Runs micro-batches as Megatron's combined schedule does; yields one after each pass of a layer."""
+    former: Flight | None = None
+    for _ in range(count):
+        flight = Flight(pair)
+        for _layer in range(pair.num_layers):
+            flight.forward()
+            yield flight
+            if former is not None:
+                former.backward()
+                yield flight
+        former = flight
+    assert former is not None
+    for _layer in range(pair.num_layers):
+        former.backward()
+        yield former
+
+
+# Of how many layers which are graphed.
+LAYERS = [(1, [0]), (2, [0, 1]), (5, range(5)), (5, [1, 2, 4]), (6, [0, 1, 2, 5]), (4, [3])]
+
+
+@pytest.mark.parametrize(("num_layers", "graphed"), LAYERS)
+def test_the_combined_schedule_replays_all_of_its_micro_batches(
+    device: str, num_layers: int, graphed: Sequence[int]
+) -> None:
+    pair = FacingPair(device, num_layers, graphed)
+    for count in (3, 1, 4):
+        for flight in overlapped(pair, count):
+            assert flight.reason is None
+            flight.check()
+        pair.check_state()
+    assert pair.eager_calls() == {}
+    assert pair.bank.counters()["replays"] == 8 * len(graphed)
+
+
+@pytest.mark.parametrize(("num_layers", "graphed"), LAYERS[1:5])
+def test_every_other_order_runs_eager_where_it_has_to_and_there_alone(
+    device: str, num_layers: int, graphed: Sequence[int]
+) -> None:
+    pair, rng = FacingPair(device, num_layers, graphed), random.Random(0)
+    counts = Counter[str]()
+    for _ in range(40):
+        flying: list[Flight] = []
+        for _pass in range(rng.randint(8, 40)):
+            newest = flying[-1] if flying else None
+            is_between = newest is None or len(newest.layers) == num_layers or newest.grads is not None
+            if is_between and len(flying) < 2 and rng.random() < 0.5:
+                flying.append(Flight(pair))
+            elif newest is not None and not is_between and rng.random() < 0.6:
+                others = [it for it in flying[:-1] if it.slot != newest.slot]
+                layer = len(newest.layers)
+                is_free = not any(num_layers - layer in it.replayed for it in others)
+                newest.forward()
+                assert (layer in newest.replayed) == (layer in graphed and is_free)
+                counts["replayed" if layer in newest.replayed else "eager"] += layer in graphed
+            elif done := [it for it in flying if it.layers and (it.grads or len(it.layers) == num_layers)]:
+                flight = rng.choice(done)
+                flight.backward()
+                if not flight.layers:
+                    flying.remove(flight)
+            for flight in flying:
+                flight.check()
+        for flight in flying:
+            while len(flight.layers) < num_layers and flight.grads is None:
+                flight.forward()
+            while flight.layers:
+                flight.backward()
+        del flying, newest
+        pair.check_state()
+    refused = pair.eager_calls()
+    assert set(refused) == {"NESTING"} and counts["replayed"] > counts["eager"] > 0
+
+
+def test_an_output_that_somebody_keeps_holds_the_memory_of_its_layer_alone(device: str) -> None:
+    pair = FacingPair(device, 4, range(4))
+    kept = None
+    for flight in overlapped(pair, 2):
+        if len(flight.layers) == 4 and kept is None:
+            kept = flight.layers[3][1].detach()
+            bits = kept.clone()
+    assert kept is not None
+    assert pair.eager_calls() == {"NESTING": 1}  # layer 1 of the second, whose slot is the other one
+    assert_same_bits(kept, bits, "what is kept")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_with_collectives_say_who_is_in_the_way(device: str) -> None:
+    asked: list[str] = []
+    pair = FacingPair(
+        device,
+        2,
+        range(2),
+        holds_collectives=True,
+        run_eager_alike=lambda _number, _variant, _site, why: asked.append(why),
+    )
+    first = Flight(pair)
+    first.forward()
+    first.forward()
+    second = Flight(pair)
+    second.forward()
+    assert asked == []
+    second.forward()
+    (why,) = asked
+    assert why.startswith("NESTING: slot 0: ") and "1 pending backward of site 1" in why
+    for flight in (second, first):
+        flight.backward()
+        flight.backward()
+    pair.check_state()
+
+
+def test_variants_of_both_slots_face_each_other(device: str) -> None:
+    """Evaluation in the one, while a micro-batch of the other waits for its backward."""
+    pair = FacingPair(device, 3, range(3))
+    pair.capture(variant("evaluation", training=False))
+    flight = Flight(pair)
+    for _layer in range(3):
+        flight.forward()
+    hidden = pair.input()
+    with torch.no_grad(), pair.bank.micro_batch("evaluation") as reason:
+        assert reason is None
+        for index, (layer, site) in enumerate(zip(pair.eager_layers, pair.bank.sites, strict=True)):
+            out = site(hidden)
+            assert (out is NotImplemented) == (index > 0)
+            hidden = layer(hidden)
+    flight.check()
+    for _layer in range(3):
+        flight.backward()
+    pair.check_state()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 8])
+def test_the_layers_of_two_slots_take_the_memory_of_one_slot_and_one_layer(num_layers: int) -> None:
+    facing = Facing(layers=range(num_layers), num_layers=num_layers)
+    blocks = {(slot, site): facing.block(slot, site) for slot in (0, 1) for site in range(num_layers)}
+    assert {*blocks.values()} == {*range(num_layers + 1)}
+    for site, others in enumerate(facing.opposite()):
+        assert others == [it for it in range(num_layers) if blocks[1, it] == blocks[0, site]]
+        assert others == [it for it in range(num_layers) if blocks[0, it] == blocks[1, site]]
+    assert len({blocks[0, site] for site in range(num_layers)}) == num_layers
+
+
+def test_slots_that_face_each_other_are_two(device: str) -> None:
+    layers = [Block().to(device)]
+    with pytest.raises(ValueError, match="two slots face each other"):
+        new_bank(with_gaps(layers), device, num_slots=3, facing=Facing(layers=[0], num_layers=1))
+
+
+@pytest.mark.gpu
+def test_facing_slots_take_less_memory_than_others() -> None:
+    layers = [Block(256).cuda() for _ in range(4)]
+
+    def pool_bytes(**options: Any) -> int:
+        bank = new_bank(with_gaps(layers), "cuda", **options)
+        bank.capture([variant(rows=MANY_ROWS, row_shape=(256,))])
+        assert not bank.failures
+        held = bank.pool_bytes()
+        bank.release()
+        return held
+
+    one, two = pool_bytes(num_slots=1), pool_bytes(num_slots=2)
+    facing = pool_bytes(num_slots=2, facing=Facing(layers=range(4), num_layers=4))
+    assert facing < 0.8 * two, f"{facing} bytes of facing slots, {two} of two, {one} of one"
