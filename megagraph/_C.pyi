@@ -313,6 +313,10 @@ class PassMemory(metaclass=_pybind11_type):
     def kept_bytes(self) -> int:
         """Of what is kept, as far as it lies in blocks of its own."""
 
+    @property
+    def given_back_bytes(self) -> int:
+        """Of what is gone before the next pass, likewise."""
+
 def reserve(device_index: int, pool: tuple[int, int], num_bytes: int) -> None:
     """CUDA builds only: has a pool hold one free block of so many bytes for the current stream, at least."""
 
@@ -323,8 +327,9 @@ class CudaCapture(metaclass=_pybind11_type):
         self,
         pool: tuple[int, int],
         generators: Sequence[torch.Generator],
-        scratch: PoolHold | None = None,
-        memory: PassMemory | None = None,
+        scratch: PoolHold | None,
+        lent: tuple[int, int],
+        memory: PassMemory | None,
     ) -> None: ...
     def begin(self) -> None: ...
     def end(self) -> Executable: ...

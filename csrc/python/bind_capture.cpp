@@ -95,13 +95,18 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("pool", &PoolHold::pool);
   py::class_<PassMemory, std::shared_ptr<PassMemory>>(m, "PassMemory")
       .def(py::init<>())
-      .def_property_readonly("kept_bytes", &PassMemory::kept_bytes);
+      .def_property_readonly(
+          "kept_bytes",
+          [](const PassMemory& memory) { return memory.bytes_of(PassMemory::Kind::kKept); })
+      .def_property_readonly("given_back_bytes", [](const PassMemory& memory) {
+        return memory.bytes_of(PassMemory::Kind::kGivenBack);
+      });
   m.def("reserve", &reserve, py::arg("device_index"), py::arg("pool"), py::arg("num_bytes"));
   py::class_<CudaCapture>(m, "CudaCapture")
       .def(py::init<MempoolId, const std::vector<at::Generator>&, std::shared_ptr<PoolHold>,
-                    std::shared_ptr<PassMemory>>(),
-           py::arg("pool"), py::arg("generators"), py::arg("scratch") = nullptr,
-           py::arg("memory") = nullptr)
+                    MempoolId, std::shared_ptr<PassMemory>>(),
+           py::arg("pool"), py::arg("generators"), py::arg("scratch"), py::arg("lent"),
+           py::arg("memory"))
       .def("begin", &CudaCapture::begin, py::call_guard<py::gil_scoped_release>())
       .def("end",
            [](CudaCapture& capture) {

@@ -38,10 +38,10 @@ bool is_capturing(cudaStream_t stream) {
 
 }  // namespace
 
-size_t PassMemory::kept_bytes() const {
+size_t PassMemory::bytes_of(Kind kind) const {
   size_t bytes = 0;
   for (const Allocation& it : allocations) {
-    if (it.is_temporary || it.bytes <= kSmallBytes) continue;
+    if (it.kind != kind || it.bytes <= kSmallBytes) continue;
     bytes += (it.bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
   }
   return bytes;
@@ -60,9 +60,9 @@ void reserve(c10::DeviceIndex device, c10::MempoolId_t pool, size_t bytes) {
   TORCH_CHECK_WITH(OutOfMemoryError, is_there, "a slot's pool needs ", bytes, " bytes");
 }
 
-PassWatch::PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch,
+PassWatch::PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch, MempoolId lent,
                      std::shared_ptr<PassMemory> memory)
-    : device_(device), pool_(pool), scratch_(scratch), memory_(std::move(memory)) {}
+    : device_(device), pool_(pool), scratch_(scratch), lent_(lent), memory_(std::move(memory)) {}
 
 PassWatch::~PassWatch() { abort(); }
 
@@ -79,17 +79,27 @@ void PassWatch::begin() {
   // In place of the capture's own routing, which would take all; its end ends that of `pool_`.
   allocator::endAllocateToPool(device_, pool_);
   is_routing_ = true;
-  allocator::beginAllocateToPool(device_, pool_, [this](cudaStream_t stream) {
-    return is_capturing(stream) && !is_temporary_next();
-  });
-  allocator::beginAllocateToPool(device_, scratch_, [this](cudaStream_t stream) {
-    return is_capturing(stream) && is_temporary_next();
-  });
+  const auto route_to = [this](MempoolId pool) {
+    allocator::beginAllocateToPool(device_, pool, [this, pool](cudaStream_t stream) {
+      return is_capturing(stream) && pool_of_next() == pool;
+    });
+  };
+  route_to(pool_);
+  route_to(scratch_);
+  if (lent_ != pool_) route_to(lent_);
 }
 
-bool PassWatch::is_temporary_next() const {
-  return !is_other_ && seen_.size() < memory_->allocations.size() &&
-         memory_->allocations[seen_.size()].is_temporary;
+PassWatch::MempoolId PassWatch::pool_of_next() const {
+  if (is_other_ || seen_.size() >= memory_->allocations.size()) return pool_;
+  switch (memory_->allocations[seen_.size()].kind) {
+    case PassMemory::Kind::kTemporary:
+      return scratch_;
+    case PassMemory::Kind::kGivenBack:
+      return lent_;
+    case PassMemory::Kind::kKept:
+      break;
+  }
+  return pool_;
 }
 
 void PassWatch::see_any(const TraceEntry& entry) {
@@ -102,9 +112,9 @@ void PassWatch::see(const TraceEntry& entry) {
   if (entry.device_ != device_) return;
   if (entry.action_ == TraceEntry::ALLOC) {
     const bool is_shared = entry.mempool_ == scratch_;
-    if (!is_shared && entry.mempool_ != pool_) return;
+    if (is_over_ || (!is_shared && entry.mempool_ != pool_ && entry.mempool_ != lent_)) return;
     const size_t index = seen_.size();
-    seen_.push_back({entry.size_, false});
+    seen_.push_back({entry.size_, PassMemory::Kind::kKept});
     live_[entry.addr_] = {index, is_shared};
     num_shared_ += is_shared;
     const auto& known = memory_->allocations;
@@ -114,19 +124,26 @@ void PassWatch::see(const TraceEntry& entry) {
   } else if (entry.action_ == TraceEntry::FREE_COMPLETED) {
     const auto found = live_.find(entry.addr_);
     if (found == live_.end()) return;
-    seen_[found->second.index].is_temporary = true;
+    if (is_over_) {
+      memory_->allocations[found->second.index].kind = PassMemory::Kind::kGivenBack;
+    } else {
+      seen_[found->second.index].kind = PassMemory::Kind::kTemporary;
+    }
     num_shared_ -= found->second.is_shared;
     live_.erase(found);
   }
 }
 
 void PassWatch::end() {
-  stop();
-  TORCH_CHECK(num_shared_ == 0, num_shared_,
-              " allocations outlive their pass in one slot, and did not in another");
-  if (memory_->is_known) return;
+  if (memory_->is_known) {
+    stop();
+    TORCH_CHECK(num_shared_ == 0, num_shared_,
+                " allocations outlive their pass in one slot, and did not in another");
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(watched_mutex);
   memory_->allocations = std::move(seen_);
-  memory_->is_known = true;
+  memory_->is_known = is_over_ = true;
 }
 
 void PassWatch::abort() noexcept { stop(); }
@@ -141,6 +158,10 @@ void PassWatch::stop() noexcept {
   is_routing_ = false;
   attempt([&] { allocator::endAllocateToPool(device_, scratch_); });
   attempt([&] { allocator::releasePool(device_, scratch_); });
+  if (lent_ != pool_) {
+    attempt([&] { allocator::endAllocateToPool(device_, lent_); });
+    attempt([&] { allocator::releasePool(device_, lent_); });
+  }
   attempt([&] { allocator::releasePool(device_, pool_); });  // which was taken twice
 }
 

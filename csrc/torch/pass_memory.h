@@ -11,6 +11,10 @@
 // these come from a pool that all slots of all banks of the device share. Kept memory is thus paid
 // for each slot, and temporary memory once.
 //
+// What a pass hands over to something eager is gone before the next pass of its slot. If sites have
+// pools of their own (csrc/bank/replay/slot_ring.h, Note [Facing slots]), it comes from the slot's
+// pool, in which later passes use that memory again.
+//
 // Kept memory is taken as one block before the first pass (reserve()). Block by block torch would
 // take segments of 20 MiB for what is smaller than 10 MiB, of which the rest of each would be lost
 // in every slot.
@@ -29,6 +33,7 @@
 #include <c10/core/Device.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -37,15 +42,20 @@ namespace megagraph {
 
 // What one pass allocates, in order.
 struct PassMemory {
+  enum class Kind : uint8_t {
+    kKept,
+    kGivenBack,  // gone before the next pass
+    kTemporary,  // gone when the pass ended
+  };
   struct Allocation {
     size_t bytes;
-    bool is_temporary;  // gone when the pass ended
+    Kind kind;
   };
   bool is_known = false;
   std::vector<Allocation> allocations;
 
-  // Of what is kept, as far as it lies in blocks of its own.
-  size_t kept_bytes() const;
+  // Of each kind, as far as it lies in blocks of its own.
+  size_t bytes_of(Kind kind) const;
 };
 
 // Has a pool hold one free block of so many bytes for the current stream, at least.
@@ -56,8 +66,9 @@ class PassWatch {
  public:
   using MempoolId = c10::MempoolId_t;
 
-  // `pool`: that to which the capture routes. `scratch`: a pool that somebody holds.
-  PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch,
+  // `pool`: that to which the capture routes. `scratch`: a pool that somebody holds. `lent`:
+  // another one, for what is given back, or `pool`.
+  PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch, MempoolId lent,
             std::shared_ptr<PassMemory> memory);
   ~PassWatch();
   PassWatch(const PassWatch&) = delete;
@@ -65,19 +76,20 @@ class PassWatch {
 
   // Once the capture has begun.
   void begin();
-  // Before it ends. Throws where something that was to be temporary is still held.
+  // Before it ends. Throws where something that was to be temporary is still held. What it learns
+  // goes on to be watched, until all is gone that is given back.
   void end();
-  // Ends what began, and learns nothing. Does nothing after end().
+  // Ends what began, and learns nothing more.
   void abort() noexcept;
 
  private:
   static void see_any(const c10::CachingDeviceAllocator::TraceEntry& entry);
   void see(const c10::CachingDeviceAllocator::TraceEntry& entry);
-  bool is_temporary_next() const;
+  MempoolId pool_of_next() const;
   void stop() noexcept;
 
   const c10::DeviceIndex device_;
-  const MempoolId pool_, scratch_;
+  const MempoolId pool_, scratch_, lent_;
   const std::shared_ptr<PassMemory> memory_;
   std::vector<PassMemory::Allocation> seen_;
   struct Live {
@@ -87,7 +99,7 @@ class PassWatch {
   std::unordered_map<size_t, Live> live_;  // by address
   size_t num_shared_ = 0;                  // of the live ones, in the shared pool
   bool is_other_ = false;                  // than the pass that is known
-  bool is_watching_ = false, is_routing_ = false;
+  bool is_watching_ = false, is_routing_ = false, is_over_ = false;
 };
 
 }  // namespace megagraph

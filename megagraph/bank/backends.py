@@ -57,10 +57,19 @@ class Backend:
         """Before its first pass: has a pool hold so many bytes in one block."""
 
     def record(
-        self, pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
+        self,
+        pool: int,
+        body: Callable[[], None],
+        memory: _C.PassMemory | None = None,
+        give_back: Callable[[], None] = lambda: None,
+        lent: int | None = None,
     ) -> _C.Executable:
-        """Records `body` into a pool; of the pass's `memory` slots share what is temporary."""
+        """Records `body` into a pool; of the pass's `memory` slots share what is temporary.
+
+        Then calls `give_back`. What is gone by then comes from the pool `lent`, if that is another one.
+        """
         body()
+        give_back()
         return _C.make_host_executable(body)
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:
@@ -168,14 +177,22 @@ class CudaBackend(Backend):
         _C.reserve(self.device.index, self._pools[pool], num_bytes)
 
     def record(
-        self, pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
+        self,
+        pool: int,
+        body: Callable[[], None],
+        memory: _C.PassMemory | None = None,
+        give_back: Callable[[], None] = lambda: None,
+        lent: int | None = None,
     ) -> _C.Executable:
         scratch = None if memory is None or self._scratch is None else self._scratch.hold
-        capture = _C.CudaCapture(self._pools[pool], self._generators(), scratch, memory)
+        given, other = (self._pools[pool if it is None else it] for it in (pool, lent))
+        capture = _C.CudaCapture(given, self._generators(), scratch, other, memory)
         try:
             capture.begin()
             body()
-            return capture.end()
+            executable = capture.end()
+            give_back()  # which a capture that learns still sees
+            return executable
         except BaseException:
             capture.abort()
             raise

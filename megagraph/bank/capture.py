@@ -22,6 +22,7 @@ whoever makes a bank hands over `max_over_ranks`.
 
 import contextlib
 import enum
+import functools
 import gc
 import pathlib
 import traceback
@@ -369,9 +370,15 @@ class CapturePlan:
             return None if memories is None else memories[index, phase]
 
         if memories:  # learned by now; later backwards find room where the first one's site had its memory
-            needs = Counter({pool: max(memory(index, "backward").kept_bytes for index in self._sites)})
+            backwards = [memory(index, "backward") for index in self._sites]
+            needs = Counter({pool: max(it.kept_bytes + it.given_back_bytes for it in backwards)})
             for index in self._sites:
-                needs[kept_in[index]] += memory(index, "forward").kept_bytes
+                forward = memory(index, "forward")
+                needs[kept_in[index]] += forward.kept_bytes
+                if kept_in[index] == pool:
+                    needs[pool] += forward.given_back_bytes
+                else:  # gradients lie there later
+                    needs[pool] = max(needs[pool], forward.given_back_bytes)
             for at, num_bytes in needs.items():
                 self._backend.reserve(at, num_bytes)
         edges = self._edges
@@ -385,8 +392,8 @@ class CapturePlan:
         for index, phase, body_of, at, give_back in passes:
             with self._named(index, f"capture of the {phase}"):
                 body = body_of(index, swaps[index])
-                captured[index, phase] = self._backend.record(at, body, memory(index, phase))
-                give_back(index)
+                done = functools.partial(give_back, index)
+                captured[index, phase] = self._backend.record(at, body, memory(index, phase), done, pool)
                 self.notes[index] = self._backend.note(pool)
         edges.disown()
         return {

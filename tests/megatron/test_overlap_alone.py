@@ -38,6 +38,7 @@ from benchmarks.subjects.overlap import keep_busy
 from benchmarks.subjects.packs import MICRO_BATCHES
 from benchmarks.subjects.steps import step_case
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron import seams
 from megagraph.megatron.scopes.plan import BlockPlan
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
@@ -80,6 +81,21 @@ def test_experts_of_other_kinds(scopes: tuple[str, ...], case: str) -> None:
     graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **config)
     assert_same_bits(train(steps, "eager", **config), graphed)
     check_calls(graphed.report, "graph", sum(map(len, steps)))
+
+
+@pytest.mark.skipif(not seams.permutation_sorts(), reason="this release permutes into shapes that vary")
+def test_rows_that_were_dispatched_give_their_memory_back() -> None:
+    """Nodes keep all else; and these too, where Megatron's own graphs would have made them."""
+    steps, scopes = steps_of(STEPS, masks=True), ("attn", "moe_router", "moe_preprocess")
+    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes})
+    assert_same_bits(train(steps, "eager"), graphed)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+
+    chunk: Any = OverlapTrainer(overlaps=True).chunk
+    for named, transient in ((), [0, 1]), (["moe_preprocess"], []):
+        chunk.config.cuda_graph_modules = named
+        plan = BlockPlan(list(chunk.decoder.layers), scopes, contextlib.nullcontext)
+        assert [[*spec.transient] for spec in plan.specs] == [transient] * CALLS
 
 
 def test_attention_whose_backward_comes_sooner_has_its_bits() -> None:

@@ -61,11 +61,12 @@ class CudaExecutable final : public Executable {
 
 CudaCapture::CudaCapture(std::pair<uint64_t, uint64_t> pool,
                          const std::vector<at::Generator>& generators,
-                         std::shared_ptr<PoolHold> scratch, std::shared_ptr<PassMemory> memory)
+                         std::shared_ptr<PoolHold> scratch, std::pair<uint64_t, uint64_t> lent,
+                         std::shared_ptr<PassMemory> memory)
     : graph_(std::make_unique<Graph>()), pool_(pool), scratch_(std::move(scratch)) {
   if (scratch_ != nullptr) {
-    watch_ =
-        std::make_unique<PassWatch>(scratch_->device(), pool, scratch_->pool(), std::move(memory));
+    watch_ = std::make_unique<PassWatch>(scratch_->device(), pool, scratch_->pool(), lent,
+                                         std::move(memory));
   }
   for (const at::Generator& generator : generators) graph_->register_generator(generator);
 }
@@ -96,8 +97,8 @@ std::unique_ptr<Executable> CudaCapture::end() {
 }
 
 void CudaCapture::abort() noexcept {
-  if (graph_ == nullptr) return;
   if (watch_ != nullptr) watch_->abort();
+  if (graph_ == nullptr) return;
   graph_->abort();
   graph_.reset();
 }

@@ -20,10 +20,11 @@ namespace megagraph {
 class CudaCapture {
  public:
   // `generators` are registered with the graph beside the device's default one. With `scratch`,
-  // what is temporary comes from there, once `memory` knows the pass; else the capture learns it.
+  // what is temporary comes from there, and what is given back from `lent`, once `memory` knows the
+  // pass; else the capture learns it as long as this lives.
   CudaCapture(std::pair<uint64_t, uint64_t> pool, const std::vector<at::Generator>& generators,
-              std::shared_ptr<PoolHold> scratch = nullptr,
-              std::shared_ptr<PassMemory> memory = nullptr);
+              std::shared_ptr<PoolHold> scratch, std::pair<uint64_t, uint64_t> lent,
+              std::shared_ptr<PassMemory> memory);
   ~CudaCapture();
   CudaCapture(const CudaCapture&) = delete;
   CudaCapture& operator=(const CudaCapture&) = delete;

@@ -18,8 +18,8 @@ micro-batches share parameters, gradients and metrics, on the compute stream alo
 their slots (csrc/bank/replay/slot_ring.h, Note [Facing slots]): the last node that reads what a layer keeps
 is the backward of its first node, on the compute stream, where its memory is used next.
 
-Nodes keep what they were given and have handed out until their backward, so nothing is transient here.
-`resize_(0)` of a dispatch's input drops a holder of the slot, and no memory.
+Nodes keep what they were given and have handed out until their backward. What is dispatched is transient all
+the same: by `resize_(0)` of its input a dispatch drops a holder of the slot, and later passes use the memory.
 
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
 

@@ -44,14 +44,15 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
+from megagraph.config import graph_modules
 from megagraph.megatron import seams
 from megagraph.megatron.grouped_experts import is_grouped
 from megagraph.megatron.scopes.parts import MLP, LayerPart, Run, experts_of, in_mlp, run_mlp
 
 __all__ = [
-    *("EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
-    *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "let_go_of", "make_scale"),
-    "mark_unrouted",
+    *("DISPATCHED", "EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
+    *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "is_freed", "let_go_of"),
+    *("make_scale", "mark_unrouted"),
     *("may_have_unrouted", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
     "unsupported_routing",
 ]
@@ -322,12 +323,21 @@ def _permute(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any])
     return [*permuted[:3], probs.detach(), routing_map, *overlapped, *shared, residual]
 
 
+DISPATCHED = (0, 1)  # among what leaves `moe_preprocess`: rows and their probabilities
+
+
+def is_freed(layer: Any) -> bool:
+    """Whether a node of a plan frees what it has dispatched, as Megatron asks its own graphs' options."""
+    own = (getattr(layer.config, option, None) for option in ("cuda_graph_modules", "cuda_graph_scope"))
+    return not any(PREPROCESS.name in graph_modules(named) for named in own)
+
+
 def _copied_or_shared(layer: Any) -> Sequence[int]:
     """Rows, their probabilities and the output of the shared experts, as far as nothing saves them."""
     dispatcher = layer.mlp.token_dispatcher
     # Whatever sorts them by expert, or sends them to other ranks, copies them; else experts save them.
     sorts = dispatcher.num_local_experts > 1 and not dispatcher.drop_and_pad
-    permuted = (0, 1) if sorts or dispatcher.ep_size > 1 else ()
+    permuted = DISPATCHED if sorts or dispatcher.ep_size > 1 else ()
     return (*permuted, *_place_of_shared(layer, 5))
 
 

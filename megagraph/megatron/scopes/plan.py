@@ -262,8 +262,7 @@ class BlockPlan:
                 forward=self._alone(run),
                 parts=children,
                 bypassed=sorted({child.rpartition(".")[0] for child in children} - {""}),
-                # Nodes of a plan keep what they were given until their backward.
-                transient=() if _is_planned(layer) or not parts else parts[-1].transient(layer),
+                transient=_transient(layer, parts[-1]) if parts else (),
                 **({"state": moe.read_by_routers} if routes else {}),
             )
         else:
@@ -309,6 +308,14 @@ def _in_turn(runs: Sequence[Run]) -> Run:
         return before
 
     return run
+
+
+def _transient(layer: nn.Module, last: LayerPart) -> Sequence[int]:
+    """Which outputs of a site nobody reads any more once what is behind it has run."""
+    if not _is_planned(layer):
+        return last.transient(layer)
+    # Nodes of a plan keep what they were given until their backward, but for what is dispatched.
+    return [at for at in last.transient(layer) if at in moe.DISPATCHED] if moe.is_freed(layer) else ()
 
 
 def _is_planned(layer: nn.Module) -> bool:
