@@ -52,6 +52,7 @@ BANK = [
     "capture/op_trace",
     "capture/read_trace",
     "capture/side_branch",
+    "replay/finish",
     "replay/graph_bank",
     "replay/launch",
     "replay/leased_storage",

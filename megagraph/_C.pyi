@@ -64,6 +64,8 @@ class Slot(metaclass=_pybind11_type):
     def leave(self, first: int, last: int | None = None) -> bool: ...
     def drop(self, first: int, last: int | None = None) -> None: ...
     def node_done(self, first: int, last: int | None = None) -> None: ...
+    def await_finish(self, site: int) -> None: ...
+    def finish(self, site: int) -> None: ...
     def retain_tensor(self, site: int, kind: LeaseKind = ...) -> None: ...
     def release_tensor(self, site: int, kind: LeaseKind = ...) -> None: ...
     @property
@@ -120,6 +122,12 @@ class PoolHold(metaclass=_pybind11_type):
     def __init__(self, device_index: int, pool: tuple[int, int]) -> None: ...
     @property
     def pool(self) -> tuple[int, int]: ...
+
+class Finish(metaclass=_pybind11_type):
+    """Does what the backward of one site has left in one micro-batch; csrc/bank/replay/finish.h."""
+
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # a forward makes it
+    def __call__(self) -> None: ...
 
 class GraphBank(metaclass=_pybind11_type):
     """All graphs of one chunk of a model; csrc/bank/replay/graph_bank.h."""
@@ -193,6 +201,12 @@ class GraphBank(metaclass=_pybind11_type):
 
     def begin(self, variant: int, sources: Sequence[Tensor], look_at_grads: bool) -> EagerReason | None: ...
     def end(self) -> None: ...
+    def take_finish(self) -> Finish | None:
+        """What will finish the backward of the site that replayed last in a running micro-batch, or None."""
+
+    def take_unfinished(self) -> str:
+        """In words: backwards that were never finished, as begin() would say, or are not yet; or nothing."""
+
     def all_free(self) -> bool: ...
     def have_borrowed_moved(self) -> bool:
         """Whether somebody has moved or dropped a tensor that graphs read and no module of theirs has."""
@@ -215,6 +229,9 @@ class AccumulatorSwap(metaclass=_pybind11_type):
     def __exit__(self, error: object, *further: object) -> None: ...
     def take_kept_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Targets without main_grad whose gradient has arrived, with it; forgets these."""
+
+    def take_left_grads(self) -> None:
+        """Adds what lies in `.grad` of targets with main_grad to that, as if a backward had brought it."""
 
     @property
     def reached(self) -> list[Tensor]:
@@ -271,7 +288,13 @@ class CaptureEdges(metaclass=_pybind11_type):
     def give_back_gradients(self, site: int) -> None: ...
     def disown(self) -> None: ...
     def graph(
-        self, site: int, *, forward: Executable, backward: Executable | None, accumulated: Sequence[Tensor]
+        self,
+        site: int,
+        *,
+        forward: Executable,
+        backward: Executable | None,
+        finish: Executable | None,
+        accumulated: Sequence[Tensor],
     ) -> SiteGraph: ...
 
 def tensors_in(arguments: Mapping[str, Any]) -> list[Tensor]:

@@ -76,15 +76,17 @@ void bind_edges(py::module_& m) {
       .def(
           "graph",
           [](const CaptureEdges& edges, int site, ExecutableHandle& forward,
-             ExecutableHandle* backward, std::vector<at::Tensor> accumulated) {
+             ExecutableHandle* backward, ExecutableHandle* finish,
+             std::vector<at::Tensor> accumulated) {
             std::shared_ptr<SiteGraph> graph = edges.graph(site);
             graph->forward = std::move(forward.executable);
             if (backward != nullptr) graph->backward = std::move(backward->executable);
+            if (finish != nullptr) graph->finish = std::move(finish->executable);
             graph->accumulated = std::move(accumulated);
             return graph;
           },
           py::arg("site"), py::kw_only(), py::arg("forward"), py::arg("backward"),
-          py::arg("accumulated"));
+          py::arg("finish"), py::arg("accumulated"));
 }
 
 #ifdef MEGAGRAPH_WITH_CUDA
@@ -155,6 +157,7 @@ void bind_capture(py::module_& m) {
              const SwapEnd end(swap);
              if (error.is_none()) swap.join();
            })
+      .def("take_left_grads", &AccumulatorSwap::take_left_grads)
       .def_property_readonly("has_parts", &AccumulatorSwap::has_parts)
       .def_property_readonly("reached", &AccumulatorSwap::reached)
       .def("take_kept_grads", &AccumulatorSwap::take_kept_grads);

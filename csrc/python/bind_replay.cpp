@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/bank/capture/read_trace.h"
+#include "csrc/bank/replay/finish.h"
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
@@ -119,6 +120,8 @@ void bind_slot(py::module_& m) {
             return slot.await_transients(std::chrono::milliseconds(milliseconds));
           },
           py::arg("milliseconds"))
+      .def("await_finish", &Slot::await_finish, py::arg("site"))
+      .def("finish", &Slot::finish, py::arg("site"))
       .def("describe_holders", &Slot::describe_holders);
 }
 
@@ -132,6 +135,7 @@ void bind_site_graph(py::module_& m) {
       .def("set_range", [](SiteGraph& graph, const std::string& name) {
         graph.forward_range = name + " forward";
         graph.backward_range = name + " backward";
+        graph.finish_range = name + " rest of the backward";
       });
 }
 
@@ -156,6 +160,8 @@ void bind_graph_bank(py::module_& m) {
       .def("buffer", &MetadataSpec::buffer)
       .def("content", &MetadataSpec::content, py::arg("buffer"), py::arg("sources"),
            py::arg("end_source"));
+  py::class_<Finish, std::shared_ptr<Finish>>(m, "Finish")
+      .def("__call__", &Finish::launch, py::call_guard<py::gil_scoped_release>());
   py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
       .def(py::init(&make_bank), py::arg("device"), py::arg("num_sites"), py::kw_only(),
            py::arg("num_slots"), py::arg("pools"), py::arg("facing"), py::arg("poison"),
@@ -231,6 +237,8 @@ void bind_graph_bank(py::module_& m) {
       .def("begin", &begin_micro_batch, py::arg("variant"), py::arg("sources"),
            py::arg("look_at_grads"))
       .def("end", &GraphBank::end)
+      .def("take_finish", &GraphBank::take_finish)
+      .def("take_unfinished", &GraphBank::take_unfinished)
       .def("all_free", &GraphBank::all_free)
       .def("holders", &GraphBank::describe_holders)
       .def("have_borrowed_moved", &GraphBank::have_borrowed_moved)

@@ -246,7 +246,8 @@ class Bank(_C.GraphBank):
                 self.set_graph(site, index, slot, graph)
                 former = self.gradient_order.get(site, ())
                 self.gradient_order[site] = max(graph.accumulated, former, key=len)
-        variant.num_graphs = (1 + spec.training) * sum(map(len, by_slot))
+        rests = [site.finish for site in self.graphable().values() if spec.training and site.finish]
+        variant.num_graphs = (1 + spec.training) * sum(map(len, by_slot)) + len(by_slot) * len(rests)
         self.variants[spec.key] = index
         self.captured[index] = variant
 

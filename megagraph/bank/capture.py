@@ -2,10 +2,10 @@
 """Captures one variant of a bank into one slot: the capture plan.
 
 Note [Capture plan]
-All forwards are captured in execution order, then all backwards in reverse, and every tensor that
-crosses a graph's edge is kept until the last one is done. So the slot's pool hands out its blocks
-like a stack, which is what the nesting rule (csrc/bank/replay/slot_ring.h) relies on; capturing forward
-and backward together, layer by layer, corrupts a shared pool. A site's output tensor *is* the next
+All forwards are captured in execution order, then all backwards in reverse, each with what finishes it, and
+every tensor that crosses a graph's edge is kept until the last one is done. So the slot's pool hands out its
+blocks like a stack, which is what the nesting rule (csrc/bank/replay/slot_ring.h) relies on; capturing
+forward and backward together, layer by layer, corrupts a shared pool. A site's output tensor *is* the next
 site's input, and the gradient of that input *is* the output's gradient: no copies in between.
 
 Where something eager lies between two sites, it is passed over: each site takes hidden states of the
@@ -48,7 +48,16 @@ from megagraph.bank.rng import (
 from megagraph.bank.sites import CapturedVariant, CaptureError, Saves, SiteSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["BankOptions", "CapturePlan", "GroupGaveUp", "MaxOverRanks", "Verdict", "gradient_edge", "swap_of"]
+__all__ = [
+    "BankOptions",
+    "CapturePlan",
+    "GroupGaveUp",
+    "MaxOverRanks",
+    "Verdict",
+    "finish_backward",
+    "gradient_edge",
+    "swap_of",
+]
 
 
 # From this rank's values to the largest of each over the group. Every rank calls it equally often.
@@ -70,6 +79,7 @@ class GroupGaveUp(RuntimeError):
         super().__init__("another rank of the group gave this up")
 
 
+_PHASES = _FORWARD, _BACKWARD, _REST = "forward", "backward", "rest of the backward"
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 
 
@@ -322,7 +332,11 @@ class CapturePlan:
                 torch.autograd.backward(
                     differentiable, [torch.ones_like(output) for output in differentiable]
                 )
+                finish_backward(site, swap, self._options)
                 self._refuse_borrowed(index)
+                late = [name for name, param in site.trainable() if param.grad is not None]
+                if late:
+                    raise ValueError(f"expected main_grad of {late[0]}, whose gradient comes late, got none")
         if swap.has_parts:  # eager has (g + a) + b in .grad, a graph's sum makes it g + (a + b)
             detail = "a parameter without main_grad gets its gradient in parts, which eager adds one by one"
             raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
@@ -363,6 +377,11 @@ class CapturePlan:
         with self._traced(), leaves_no_trace(sites, work_runs=runs, left_out=self._options.left_out):
             return self._record(memories, pool, kept_in)
 
+    def _bytes_behind(self, index: int, memories: PassMemories) -> int:
+        """That the passes behind a site's forward keep, or have given back by their end."""
+        passes = [memories[index, phase] for phase in (_BACKWARD, _REST)]
+        return sum(it.kept_bytes + it.given_back_bytes for it in passes)
+
     def _record(
         self, memories: PassMemories | None, pool: int, kept_in: Sequence[int]
     ) -> dict[int, _C.SiteGraph]:
@@ -370,10 +389,9 @@ class CapturePlan:
             return None if memories is None else memories[index, phase]
 
         if memories:  # learned by now; later backwards find room where the first one's site had its memory
-            backwards = [memory(index, "backward") for index in self._sites]
-            needs = Counter({pool: max(it.kept_bytes + it.given_back_bytes for it in backwards)})
+            needs = Counter({pool: max(self._bytes_behind(index, memories) for index in self._sites)})
             for index in self._sites:
-                forward = memory(index, "forward")
+                forward = memories[index, _FORWARD]
                 needs[kept_in[index]] += forward.kept_bytes
                 if kept_in[index] == pool:
                     needs[pool] += forward.given_back_bytes
@@ -383,24 +401,27 @@ class CapturePlan:
                 self._backend.reserve(at, num_bytes)
         edges = self._edges
         swaps = {index: swap_of(site, self._training) for index, site in self._sites.items()}
-        give_back = edges.give_back_outputs
-        passes = [(index, "forward", self._forward, kept_in[index], give_back) for index in self._sites]
-        if self._training:
-            last_first, give_back = reversed([*self._sites]), edges.give_back_gradients
-            passes += [(index, "backward", self._backward, pool, give_back) for index in last_first]
+        bodies = {_FORWARD: self._forward, _BACKWARD: self._backward, _REST: self._finish}
+        give_back = {_FORWARD: edges.give_back_outputs, _BACKWARD: edges.give_back_gradients}
+        passes = [(index, _FORWARD, kept_in[index]) for index in self._sites]
+        for index in reversed([*self._sites] if self._training else []):
+            passes.append((index, _BACKWARD, pool))
+            if self._sites[index].finish is not None:
+                passes.append((index, _REST, pool))
         captured: dict[tuple[int, str], _C.Executable] = {}
-        for index, phase, body_of, at, give_back in passes:
+        for index, phase, at in passes:
             with self._named(index, f"capture of the {phase}"):
-                body = body_of(index, swaps[index])
-                done = functools.partial(give_back, index)
+                body = bodies[phase](index, swaps[index])
+                done = functools.partial(give_back.get(phase, lambda _index: None), index)
                 captured[index, phase] = self._backend.record(at, body, memory(index, phase), done, pool)
                 self.notes[index] = self._backend.note(pool)
         edges.disown()
         return {
             index: edges.graph(
                 index,
-                forward=captured[index, "forward"],
-                backward=captured.get((index, "backward")),
+                forward=captured[index, _FORWARD],
+                backward=captured.get((index, _BACKWARD)),
+                finish=captured.get((index, _REST)),
                 accumulated=swaps[index].reached,
             )
             for index in self._sites
@@ -439,6 +460,24 @@ class CapturePlan:
             edges.keep_param_grads(index, swap.take_kept_grads())
 
         return body
+
+    def _finish(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
+        def body() -> None:
+            with swap:
+                finish_backward(self._sites[index], swap, self._options)
+
+        return body
+
+
+def finish_backward(site: SiteSpec, swap: _C.AccumulatorSwap, options: BankOptions) -> None:
+    """Does what a site's backward has left to be done later, if anything, in the context of its swap.
+
+    Hosts may have hooks on that: they are told of a capture.
+    """
+    if site.finish is not None:
+        with options.guard():
+            site.finish.run(site.module)
+        swap.take_left_grads()
 
 
 def gradient_edge(output: Tensor) -> GradientEdge | None:

@@ -80,10 +80,11 @@ _FLAG = "grad_added_to_main_grad"
 class KeptGradients:
     """Of all trainable parameters of some sites, with the flags of fused accumulation.
 
-    Only where `work_runs` may main gradients change, too.
+    Only where `work_runs` may main gradients change, too. What is still to be made afterwards never will be.
     """
 
     def __init__(self, sites: Sequence[SiteSpec], work_runs: bool = True) -> None:
+        self._delayed = [(site.finish, site.module) for site in sites if site.finish is not None]
         self._params = [named for site in sites for named in site.trainable()]
         main_grads = (main_grad_of(param) for _name, param in self._params if work_runs)
         # Hosts free them outside of training; work without a backward pass does not touch them. Most often
@@ -112,6 +113,8 @@ class KeptGradients:
         try:
             yield
         finally:
+            for finish, module in self._delayed:
+                finish.forget(module)
             with torch.no_grad():
                 for main_grad, before in self._before:
                     _ = main_grad.zero_() if before is None else main_grad.copy_(before)

@@ -30,6 +30,7 @@ __all__ = [
     "CapturedVariant",
     "EagerPart",
     "Facing",
+    "Finish",
     "JoinedSites",
     "Outputs",
     "Saves",
@@ -116,6 +117,16 @@ class EagerPart(_OfModule):
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """What a site's backward leaves to be done later, once: csrc/bank/replay/finish.h, Note [Third pass]."""
+
+    # Adds to `main_grad`, or leaves in `.grad`, the gradients that are missing. Called with the module.
+    run: Callable[[Any], None]
+    # Lets go of what these were to be made of, if anything: a call has failed.
+    forget: Callable[[Any], None]
+
+
 class SiteSpec(_OfModule):
     """One call to graph, of a module or of parts of it.
 
@@ -146,6 +157,7 @@ class SiteSpec(_OfModule):
         self.transient = frozenset(transient)
         self.state = state
         self.calls = 1  # as many one of this site counts as
+        self.finish: Finish | None = None  # of parameters with main_grad
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The module, and those within that the call uses, by name."""
@@ -197,6 +209,7 @@ class JoinedSites(SiteSpec):
     """Neighbouring sites that one graph runs in each pass; each hands hidden states to the next one."""
 
     def __init__(self, *, name: str, sites: Sequence[SiteSpec]) -> None:
+        assert all(site.finish is None for site in sites)
         super().__init__(
             name=name,
             module=sites[0].module,

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megagraph._C import Comparison, Difference, KeptState
+from megagraph._C import Comparison, Difference, Finish, KeptState
 from megagraph.bank.backends import Lent
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import GroupGaveUp, Verdict, gradient_edge, swap_of
+from megagraph.bank.capture import GroupGaveUp, Verdict, finish_backward, gradient_edge, swap_of
 from megagraph.bank.restore import KeptGradients, Results, written_by
 from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
@@ -71,6 +71,7 @@ class _Flight:
     written: Results  # what the forward has left beside gradients
     begins: Sequence[GradientEdge | None]  # where the backward of each output begins
     before: Snapshot
+    finish: Finish | None  # what the graph's backward leaves
     # What every backward pass gets: gradients of the outputs that have one, and those of its parameters as
     # they were; None without a backward.
     grads: Sequence[Tensor] = ()
@@ -101,6 +102,7 @@ class Verification:
                     self._run_slot()
         finally:
             bank.set_in_step(True)
+            bank.take_unfinished()  # an error came before
             bank.set_counters(counters)
             bank.backend.settle()  # no later work on this stream would take that memory
 
@@ -189,6 +191,7 @@ class Verification:
                 written=self._state.now(index),
                 begins=[*map(gradient_edge, outputs)],
                 before=before,
+                finish=bank.take_finish(),
             )
             self._state.put(index)
             if training:
@@ -221,6 +224,8 @@ class Verification:
         state.put(index, flight.written)
         with kept.put_back_afterwards():
             torch.autograd.backward([begin for begin in flight.begins if begin is not None], flight.grads)
+            if flight.finish is not None:
+                flight.finish()
             before = flight.leaf.grad
             assert before is not None
             results |= {_INPUT: self._in_valid_rows(before)} | _copies(kept.found()) | state.now(index)
@@ -261,6 +266,7 @@ class Verification:
                     if has_backward:
                         self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
                         torch.autograd.backward([it for it in outputs if it.requires_grad], flight.grads)
+                        finish_backward(site, swap, self._bank.options)
                 made = self._named(outputs) | self._state.found(flight.index)
                 if kept is not None:
                     assert leaf.grad is not None

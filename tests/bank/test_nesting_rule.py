@@ -7,6 +7,8 @@ capture fixes which units of memory each pass writes and reads; memory is a bit 
 
 Behind a site there may be a gap, in which something eager runs: then the next site has an input of its own,
 gradients on both sides go back to the pool with the pass that is captured, and so may an output.
+
+A backward may leave something to a third pass, captured right behind it.
 """
 
 import random
@@ -79,6 +81,8 @@ class Graphs:
     transient: list[int]
     gradient: list[int]
     output_gradient: list[int]
+    rest_writes: list[int]
+    left: list[int]  # what the third pass reads
     gaps: frozenset[int]
 
     @property
@@ -93,11 +97,12 @@ class Capture:
         self.rng = random.Random(seed)
         self.pool = Pool(self.rng.choice(list(PICKS.values())), self.rng)
         gaps = frozenset(site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6)
-        self.graphs = Graphs(*([0] * num_sites for _ in range(8)), gaps=gaps)
+        self.graphs = Graphs(*([0] * num_sites for _ in range(10)), gaps=gaps)
         # Boundaries stay allocated until the last capture: a site's output is the next one's input.
         self.outputs: list[Block] = []
         self.grad_inputs: dict[int, Block] = {}
         self.kept: list[list[Block]] = [[] for _ in range(num_sites)]
+        self.left: list[list[Block]] = [[] for _ in range(num_sites)]
 
     def _some(self, most: int) -> list[Block]:
         return [self.pool.allocate() for _ in range(self.rng.randint(1, most))]
@@ -118,12 +123,17 @@ class Capture:
         graphs.transient[site] = mask(transient)
         graphs.saved[site] = mask([*self.kept[site], given, self.outputs[site]])
 
-    def backward(self, site: int) -> None:
+    def backward(self, site: int, *, leaves_some: bool = False) -> None:
         graphs = self.graphs
         after = self.grad_inputs.get(site + 1) if site not in graphs.gaps else None
         grad_output = self.pool.allocate() if after is None else after
         temporaries, grad_input = self._some(4), self.pool.allocate()  # the gradient is a boundary too
-        self.pool.free(self.rng.sample(temporaries + self.kept[site], len(temporaries + self.kept[site])))
+        done = temporaries + self.kept[site]
+        if leaves_some:
+            self.left[site] = [done.pop(), self.pool.allocate()]
+            temporaries.append(self.left[site][-1])
+            graphs.left[site] = mask(self.left[site])
+        self.pool.free(self.rng.sample(done, len(done)))
         graphs.backward_writes[site] = mask([*temporaries, grad_input])
         graphs.output_gradient[site] = mask([grad_output])
         if after is None:
@@ -134,14 +144,21 @@ class Capture:
             self.grad_inputs[site] = grad_input
             graphs.gradient[site] = mask([grad_input])
 
+    def rest(self, site: int) -> None:
+        temporaries = self._some(3)
+        self.graphs.rest_writes[site] = mask(temporaries)
+        self.pool.free(self.rng.sample(temporaries, len(temporaries)) + self.left[site])
 
-def captured(num_sites: int, seed: int, *, has_gaps: bool = False) -> Graphs:
+
+def captured(num_sites: int, seed: int, *, has_gaps: bool = False, has_rests: bool = False) -> Graphs:
     """In the order of a bank's plan."""
     capture = Capture(num_sites, seed, has_gaps=has_gaps)
     for site in range(num_sites):
         capture.forward(site)
     for site in reversed(range(num_sites)):
-        capture.backward(site)
+        capture.backward(site, leaves_some=has_rests)
+        if has_rests:
+            capture.rest(site)
     return capture.graphs
 
 
@@ -158,13 +175,14 @@ class Replay:
     def __init__(self, graphs: Graphs) -> None:
         self.graphs = graphs
         self.live: set[int] = set()
+        self.unfinished: set[int] = set()
         self.held: dict[tuple[Kind, int], int] = {}
 
     def _write(self, units: int) -> None:
-        read = {site: self.graphs.saved[site] for site in self.live} | self.held
-        for what, where in read.items():
-            if where & units:
-                raise Overwritten(what)
+        saved = [self.graphs.saved[site] for site in self.live]
+        left = [self.graphs.left[site] for site in self.unfinished]
+        if any(where & units for where in (*saved, *left, *self.held.values())):
+            raise Overwritten
 
     def hold(self, kind: Kind, site: int) -> None:
         graphs = self.graphs
@@ -184,17 +202,24 @@ class Replay:
         if site in self.graphs.gaps or (Kind.GRADIENT, site + 1) not in self.held:
             self._write(self.graphs.output_gradient[site])  # it comes from elsewhere and is staged
         self._write(self.graphs.backward_writes[site])
+        if self.graphs.left[site]:
+            self.unfinished.add(site)
+
+    def rest(self, site: int) -> None:
+        self.unfinished.remove(site)
+        self._write(self.graphs.rest_writes[site])
 
 
 # -- the rule --------------------------------------------------------------------------------------
 
 
 def is_corrupt(graphs: Graphs, passes: str) -> bool:
-    """Replays "F0 F1 B1 B0" without asking anyone; whether a pass wrote over what a backward still reads."""
+    """Replays "F0 F1 B1 B0" without asking anyone; whether a pass wrote over what another one still reads."""
     replay = Replay(graphs)
+    runs = {"F": replay.forward, "B": replay.backward, "W": replay.rest}
     try:
         for step in passes.split():
-            (replay.forward if step[0] == "F" else replay.backward)(int(step[1:]))
+            runs[step[0]](int(step[1:]))
     except Overwritten:
         return True
     return False
@@ -202,11 +227,16 @@ def is_corrupt(graphs: Graphs, passes: str) -> bool:
 
 def is_allowed(num_sites: int, passes: str) -> bool:
     """What the slot says to the same passes."""
-    slot = _C.Slot(0, num_sites)
+    slot, has_rests = _C.Slot(0, num_sites), "W" in passes
     assert slot.lease(0, True)
-    return all(
-        slot.enter(int(step[1:])) if step[0] == "F" else slot.leave(int(step[1:])) for step in passes.split()
-    )
+    for kind, site in ((step[0], int(step[1:])) for step in passes.split()):
+        if kind == "W":
+            slot.finish(site)
+        elif not (slot.enter if kind == "F" else slot.leave)(site):
+            return False
+        elif kind == "B" and has_rests:
+            slot.await_finish(site)
+    return True
 
 
 def wishes(num_sites: int, rng: random.Random) -> Iterator[tuple[str, int]]:
@@ -310,6 +340,10 @@ ORDERS = {  # of passes, and the share of pools that they corrupt at least
     "F0 again while later sites are live": ("F0 F1 F2 F3 F0 B3 B2 B1 B0", 0.5),
     "an earlier site after a later one": ("F3 F0 B0 B3", 0.3),
     "forwards swapped": ("F1 F0 B1 B0", 0.3),
+    "all finished at once": ("F0 F1 F2 F3 B3 W3 B2 W2 B1 W1 B0 W0", 0.0),
+    "finished, and recomputed": ("F0 F1 F2 F3 B3 W3 F3 B3 W3 B2 W2 B1 W1 B0 W0", 0.0),
+    "finished a layer late": ("F0 F1 F2 F3 B3 B2 W3 B1 W2 B0 W1 W0", 0.9),
+    "finished behind a forward": ("F0 F1 F2 F3 B3 F3 W3", 0.9),
 }
 
 
@@ -317,5 +351,6 @@ ORDERS = {  # of passes, and the share of pools that they corrupt at least
 def test_the_rule_allows_just_those_orders_that_corrupt_no_pool(passes: str, share: float) -> None:
     assert is_allowed(4, passes) == (share == 0)
     num_sites = 1 + max(int(step[1:]) for step in passes.split())
-    corrupt = sum(is_corrupt(captured(num_sites, seed), passes) for seed in range(NUM_POOLS)) / NUM_POOLS
+    pools = (captured(num_sites, seed, has_rests="W" in passes) for seed in range(NUM_POOLS))
+    corrupt = sum(is_corrupt(graphs, passes) for graphs in pools) / NUM_POOLS
     assert corrupt >= share if share else corrupt == 0

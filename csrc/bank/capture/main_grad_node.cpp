@@ -98,6 +98,14 @@ bool AccumulatorSwap::has_parts() const {
                      [](const Swapped& swapped) { return swapped.ours->has_parts(); });
 }
 
+void AccumulatorSwap::take_left_grads() {
+  for (const Swapped& swapped : swapped_) {
+    at::Tensor param = swapped.param;
+    if (swapped.ours->keeps() || !param.grad().defined()) continue;
+    swapped.ours->apply({std::exchange(param.mutable_grad(), at::Tensor()).detach()});
+  }
+}
+
 ParamGrads AccumulatorSwap::take_kept_grads() {
   ParamGrads arrived;
   for (const Swapped& swapped : swapped_) {

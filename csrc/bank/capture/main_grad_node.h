@@ -45,6 +45,10 @@ class AccumulatorSwap {
   void join();
   void restore() noexcept;
 
+  // What a layer that delays it has left in `.grad` of targets with main_grad: does with it what
+  // becomes of one that a backward brings.
+  void take_left_grads();
+
   // Targets without main_grad whose gradient has arrived, with it, in order; forgets these.
   ParamGrads take_kept_grads();
   // Parameters with main_grad, in the order in which a backward first reached them.

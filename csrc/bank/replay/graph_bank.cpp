@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/bank/replay/finish.h"
 #include "csrc/bank/replay/launch.h"
 #include "csrc/torch/attempt.h"
 #include "csrc/torch/surroundings.h"
@@ -61,6 +62,11 @@ std::optional<EagerReason> reason_of_surroundings(bool training) {
 }
 
 const char* name_of(BankState state) { return kBankStateNames[static_cast<size_t>(state)]; }
+
+std::string of_unfinished(int site, int slot) {
+  return "the backward of site " + std::to_string(site) + " in slot " + std::to_string(slot) +
+         " was never finished: gradients are missing";
+}
 
 std::vector<at::Tensor> staged_offsets(const Variant& variant, int slot) {
   std::vector<at::Tensor> found;
@@ -166,6 +172,7 @@ void GraphBank::set_graph(int site, int variant, int slot, std::shared_ptr<SiteG
   GridTables& grids = grids_.at(variant).at(slot);
   grids.add(graph->forward->document_grids());
   if (graph->backward != nullptr) grids.add(graph->backward->document_grids());
+  if (graph->finish != nullptr) grids.add(graph->finish->document_grids());
   owner.set_graph(variant, slot, std::move(graph));
 }
 
@@ -201,6 +208,10 @@ std::optional<EagerReason> GraphBank::begin(int variant, const std::vector<at::T
   TORCH_CHECK(current_ == nullptr, "the previous micro-batch of this bank has not ended");
   TORCH_CHECK(!has_unpoisoned_.exchange(false),
               "a slot that became free could not be filled with NaN (poison)");
+  for (const auto& slot : slots_.slots()) {
+    const int lost = slot->take_lost();
+    TORCH_CHECK(lost < 0, of_unfinished(lost, slot->index()));
+  }
   const BankState state = status_->state.load();
   if (state == BankState::kReleased) return EagerReason::kReleased;
   if (state != BankState::kSealed) return EagerReason::kWarmingUp;
@@ -269,7 +280,17 @@ void GraphBank::end() {
   TORCH_CHECK(current_ != nullptr, "no micro-batch of this bank is running");
   sources_.clear();
   metadata_pending_ = false;
+  finish_ = nullptr;
   std::exchange(current_, nullptr)->end_micro_batch();
+}
+
+std::string GraphBank::take_unfinished() {
+  std::string text;
+  for (const auto& slot : slots_.slots()) {
+    const int site = slot->take_unfinished();
+    if (site >= 0) text += (text.empty() ? "" : "; ") + of_unfinished(site, slot->index());
+  }
+  return text;
 }
 
 void GraphBank::append_metadata(SegmentList& segments) {

@@ -36,6 +36,8 @@
 
 namespace megagraph {
 
+class Finish;
+
 // What a bank captured for: a capacity, with or without a backward pass.
 struct Variant {
   bool training;  // captured with a backward pass
@@ -159,6 +161,13 @@ class GraphBank {
   std::optional<EagerReason> replay(int first, int last, const std::vector<at::Tensor>& inputs,
                                     std::vector<at::Tensor>& outputs);
 
+  // What finishes the backward of the site that replayed last, in the running micro-batch; null if
+  // nothing will be left of it, or somebody has taken it.
+  std::shared_ptr<Finish> take_finish() { return std::move(finish_); }
+  // Backwards that were not finished, in words, those that wait for it included; which nobody then
+  // complains about any more. At the end of a step, or where one has failed.
+  std::string take_unfinished();
+
   // Appends the running micro-batch's metadata, as long as it is not staged.
   void append_metadata(SegmentList& segments);
   // Appends `input`. Of a packed one, rows past the pack's end become zero.
@@ -219,6 +228,7 @@ class GraphBank {
   std::atomic<bool> has_unpoisoned_{false};  // a freed slot could not be filled with NaN
 
   std::shared_ptr<Slot> current_;
+  std::shared_ptr<Finish> finish_;
   std::vector<at::Tensor> sources_;  // of the running micro-batch
   bool metadata_pending_ = false;
 };

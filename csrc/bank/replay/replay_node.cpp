@@ -22,7 +22,11 @@ ReplayNode::ReplayNode(const GraphBank& bank, std::shared_ptr<Slot> slot, Graphs
       slot_(std::move(slot)),
       graphs_(std::move(graphs)),
       first_(first),
-      last_(last) {}
+      last_(last) {
+  if (graph_of(last_).finish != nullptr) {
+    finish_ = std::make_shared<Finish>(bank, slot_, graphs_, last_);
+  }
+}
 
 NodePtr<ReplayNode> ReplayNode::make(const GraphBank& bank, std::shared_ptr<Slot> slot,
                                      Graphs graphs, int first, int last) {
@@ -35,6 +39,7 @@ ReplayNode::~ReplayNode() { let_go(); }
 void ReplayNode::let_go() noexcept {
   if (!pending_) return;
   pending_ = false;
+  if (finish_ != nullptr) finish_->give_up();
   slot_->drop(first_, last_);
 }
 
@@ -126,7 +131,8 @@ void ReplayNode::launch_backwards(const variable_list& grads) const {
       const Range range(graph.backward_range, device_);
       graph.backward->launch();
     }
-    if (listener_ == nullptr || (site > first_ && !listener_->is_noticed[site])) continue;
+    const bool is_told = listener_ != nullptr && graph_of(site).finish == nullptr;
+    if (!is_told || (site > first_ && !listener_->is_noticed[site])) continue;
     // The answer may have to wait for the GIL: asked after the first launch, outside of any.
     launch.reset();
     if (slot_->wants_notice(listener_->wants)) listener_->done(site, untold);
@@ -150,14 +156,20 @@ variable_list ReplayNode::apply(variable_list&& grads) {
               " while somebody holds an output that only what lies between two sites may read (",
               slot_->describe_holders(), "): its memory is used again");
   TORCH_CHECK(slot_->leave(first_, last_), "backward of site ", last_,
-              " out of order: a later site's backward is still to come (",
+              " out of order: a later site's backward is still to come or to be finished (",
               slot_->describe_holders(), "), so its saved tensors may be overwritten");
   pending_ = false;
   struct Done {
     Slot& slot;
     int first, last;
-    ~Done() { slot.node_done(first, last); }
-  } done{*slot_, first_, last_};
+    std::shared_ptr<Finish> rest;
+    bool is_left = false;  // to be done later
+    ~Done() {
+      if (is_left) return;
+      if (rest != nullptr) rest->give_up();
+      slot.node_done(first, last);
+    }
+  } done{*slot_, first_, last_, std::move(finish_)};
 
   launch_backwards(grads);
 
@@ -180,6 +192,10 @@ variable_list ReplayNode::apply(variable_list&& grads) {
       }
       ++edge;
     }
+  }
+  if (done.rest != nullptr) {
+    done.rest->await(std::move(saved_));
+    done.is_left = true;
   }
   return result;
 }

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/bank/replay/finish.h"
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
@@ -32,6 +33,8 @@ class ReplayNode final : public LendingNode {
   // these; the node leaves it, by its backward or by its end.
   static NodePtr<ReplayNode> make(const GraphBank& bank, std::shared_ptr<Slot> slot, Graphs graphs,
                                   int first, int last);
+  // What finishes its backward; null if nothing is left to be done.
+  const std::shared_ptr<Finish>& finish() const { return finish_; }
   ~ReplayNode() override;
   ReplayNode(const ReplayNode&) = delete;
   ReplayNode& operator=(const ReplayNode&) = delete;
@@ -56,6 +59,7 @@ class ReplayNode final : public LendingNode {
   const std::shared_ptr<Slot> slot_;
   const Graphs graphs_;
   const int first_, last_;
+  std::shared_ptr<Finish> finish_;
   std::vector<int64_t> input_rows_;
   std::vector<size_t> edge_inputs_;  // which input each leading edge belongs to
   std::vector<WriteWatch> saved_;    // of inputs and outputs that the backward reads

@@ -12,6 +12,7 @@
 
 #include <utility>
 
+#include "csrc/bank/replay/finish.h"
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/launch.h"
 #include "csrc/bank/replay/leased_storage.h"
@@ -88,7 +89,9 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
     const LeaseKind kind = exit.is_transient[i] ? LeaseKind::kTransient : LeaseKind::kOutput;
     outputs.push_back(lease_tensor(exit.boundaries.outputs[i], slot, last, kind));
   }
+  finish_ = nullptr;
   if (node != nullptr) {
+    finish_ = node->finish();
     node->connect(inputs, {outputs.begin() + static_cast<int64_t>(begin), outputs.end()});
   }
   status_->counters.count_replays(calls);

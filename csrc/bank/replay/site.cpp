@@ -21,7 +21,9 @@ void fill_with_nan(const at::Tensor& t) {
 }  // namespace
 
 bool SiteGraph::follows(const SiteGraph* before) const {
-  if (boundaries.inputs.size() != 1 || boundaries.outputs.size() != 1) return false;
+  if (finish != nullptr || boundaries.inputs.size() != 1 || boundaries.outputs.size() != 1) {
+    return false;
+  }
   return before == nullptr ? is_entry : is_chained;
 }
 

@@ -31,6 +31,7 @@ struct Boundaries {
 // What one site captured for one variant and slot.
 struct SiteGraph {
   std::unique_ptr<Executable> forward, backward;  // no backward in a variant without gradients
+  std::unique_ptr<Executable> finish;  // what a backward leaves to be done later, if anything
   Boundaries boundaries;
   // Parameters with main_grad, in the order in which the backward adds their gradients.
   std::vector<at::Tensor> accumulated;
@@ -49,7 +50,7 @@ struct SiteGraph {
   // Outputs whose memory later passes use, once somebody between the sites has read them.
   std::vector<bool> is_transient;
   // What profilers call its replays; empty if nobody asked.
-  std::string forward_range, backward_range;
+  std::string forward_range, backward_range, finish_range;
 
   // Set by the bank: what each input must look like.
   std::vector<TensorSignature> accepts;
@@ -58,7 +59,8 @@ struct SiteGraph {
   // Whether the gradient of the input keeps its memory until the micro-batch has ended. That of a
   // site behind a gap is used again by the passes after it, and is handed out as a copy.
   bool lends_gradient() const { return is_entry || is_chained; }
-  // Whether this can be launched right after `before`; null is the beginning.
+  // Whether this can be launched right after `before`; null is the beginning. Not if something else
+  // has to come between their backwards.
   bool follows(const SiteGraph* before) const;
   // Of the accumulated parameters: VariantGraphs says what it means.
   bool have_other_grads() const;

@@ -67,6 +67,7 @@ bool Slot::enter(int first, int last) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!live_.empty() && first <= live_.back()) return false;
   if (num_gradients_ > 0 || num_transients_ > 0 || first <= top_output_) return false;
+  if (unfinished_ >= 0) return false;
   if (!training_) {
     live_.push_back(last);
     return true;
@@ -83,7 +84,8 @@ bool Slot::enter(int first, int last) {
 bool Slot::leave(int first, int last) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto count = static_cast<size_t>(last - first + 1);
-  if (live_.size() < count || live_.back() != last || live_[live_.size() - count] != first) {
+  if (unfinished_ >= 0 || live_.size() < count || live_.back() != last ||
+      live_[live_.size() - count] != first) {
     return false;
   }
   live_.resize(live_.size() - count);
@@ -106,6 +108,40 @@ void Slot::node_done(int first, int last) {
     --holds_[site];
   }
   release_holders(lock, last - first + 1);
+}
+
+void Slot::await_finish(int site) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  unfinished_ = site;
+  is_forgiven_ = false;
+}
+
+void Slot::finish(int site) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    unfinished_ = -1;
+  }
+  node_done(site, site);
+}
+
+void Slot::lose(int site) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_forgiven_) lost_ = site;
+  }
+  finish(site);
+}
+
+int Slot::take_lost() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(lost_, -1);
+}
+
+int Slot::take_unfinished() {
+  const int lost = take_lost();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool was_forgiven = std::exchange(is_forgiven_, true);
+  return lost >= 0 || was_forgiven ? lost : unfinished_;
 }
 
 void Slot::retain_tensor(int site, LeaseKind kind) {
@@ -181,7 +217,8 @@ std::string Slot::describe_holders() const {
             std::to_string(site);
   };
   for (size_t site = 0; site < nodes_.size(); ++site) {
-    add(nodes_[site], "pending backward", site);
+    const bool is_unfinished = static_cast<int>(site) == unfinished_;
+    add(nodes_[site], is_unfinished ? "unfinished backward" : "pending backward", site);
     add(outputs_[site] + gradients_[site], "tensor", site);
   }
   return text.empty() ? "a micro-batch that has not ended" : text;

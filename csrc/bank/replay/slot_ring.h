@@ -88,6 +88,16 @@ class Slot {
   void drop(int first, int last);
   void node_done(int first, int last);
 
+  // Between the backward of a site and what finishes it, which then tells `finish`, or `lose` if it
+  // never will: Note [Third pass] in finish.h. The node of the site is not done before.
+  void await_finish(int site);
+  void finish(int site);
+  void lose(int site);
+  // A site that was lost since this was last asked, or -1.
+  int take_lost();
+  // The same, or one that is unfinished now, once: nobody then calls it lost.
+  int take_unfinished();
+
   void retain_tensor(int site, LeaseKind kind);
   void release_tensor(int site, LeaseKind kind);
   // Whether the backward of `site` is to come, or somebody may read a tensor of it. Takes no lock.
@@ -131,6 +141,8 @@ class Slot {
   std::condition_variable is_released_;                  // a tensor
   bool is_patient_ = true, has_met_transients_ = false;  // the latter: of this lease
   int top_output_ = -1;                                  // the last site whose output is held
+  int unfinished_ = -1, lost_ = -1;                      // sites
+  bool is_forgiven_ = false;                             // the former
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
 };
 
