@@ -377,19 +377,19 @@ class CapturePlan:
         with self._traced(), leaves_no_trace(sites, work_runs=runs, left_out=self._options.left_out):
             return self._record(memories, pool, kept_in)
 
-    def _bytes_behind(self, index: int, memories: PassMemories) -> int:
-        """That the passes behind a site's forward keep, or have given back by their end."""
-        passes = [memories[index, phase] for phase in (_BACKWARD, _REST)]
-        return sum(it.kept_bytes + it.given_back_bytes for it in passes)
-
     def _record(
         self, memories: PassMemories | None, pool: int, kept_in: Sequence[int]
     ) -> dict[int, _C.SiteGraph]:
         def memory(index: int, phase: str) -> Any:
             return None if memories is None else memories[index, phase]
 
+        def bytes_behind(index: int) -> int:
+            """That the passes behind a forward keep, or have given back by their end."""
+            passes = [memory(index, phase) for phase in (_BACKWARD, _REST)]
+            return sum(it.kept_bytes + it.given_back_bytes for it in passes)
+
         if memories:  # learned by now; later backwards find room where the first one's site had its memory
-            needs = Counter({pool: max(self._bytes_behind(index, memories) for index in self._sites)})
+            needs = Counter({pool: max(map(bytes_behind, self._sites))})
             for index in self._sites:
                 forward = memories[index, _FORWARD]
                 needs[kept_in[index]] += forward.kept_bytes

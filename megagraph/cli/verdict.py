@@ -38,7 +38,7 @@ REMEDIES: Mapping[EagerReason, str] = {
     EagerReason.RELEASED: "nothing to do",
     EagerReason.STATE_CHANGED: "nothing to do if it is rare",
     EagerReason.VERIFY_FAILED: "look for state that no guard can see, and please report it",
-    EagerReason.EXPERT_OVERLAP: "leave delay_wgrad_compute out, ask for plans inside of Megatron's schedule, "
+    EagerReason.EXPERT_OVERLAP: "ask for plans inside of Megatron's schedule, "
     "and do not override the model's forward",
 }
 

@@ -13,9 +13,10 @@ from unittest import mock
 import megatron_rig as rig
 import moe_rig
 import torch
+from delayed_linear import Delays
 from megatron_rig import Micro, Run
 from streams import seed_streams
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.subjects.overlap import copies_for_all_to_all
 
@@ -42,6 +43,39 @@ class Descent:
                 parameter -= 0.05 * parameter.main_grad
 
 
+_LATE = ("fused", "unfused")  # which may be followed by "at once"
+
+
+def linears_of(chunk: Any) -> list[Any]:
+    """Linear layers of attention and of shared experts."""
+    attention = [layer.self_attention for layer in chunk.decoder.layers]
+    shared = [getattr(layer.mlp, "shared_experts", None) for layer in chunk.decoder.layers]
+    return [
+        *itertools.chain(*((it.linear_qkv, it.linear_proj) for it in attention)),
+        *itertools.chain(*((it.linear_fc1, it.linear_fc2) for it in shared if it is not None)),
+    ]
+
+
+def delay_linears(chunk: Any, how: str) -> None:
+    """Has core's linear layers do as Transformer Engine's do on a GPU."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    class Later(Delays):
+        def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+            return self.apply_weight(hidden), None
+
+    class AtOnce:
+        def backward_dw(self) -> None: ...  # which the later release has
+
+    late = linears_of(chunk)
+    for linear in late:
+        linear.__class__ = type("Linear", (Later, type(linear)), {})
+        linear.init_delay(is_fused=how.startswith("fused"), delays=how in _LATE)
+    for module in chunk.modules():
+        if type(module) is RowParallelLinear:
+            module.__class__ = type("Linear", (AtOnce, RowParallelLinear), {})
+
+
 class OverlapTrainer(moe_rig.ExpertTrainer):
     """Overlap demands half precision.
 
@@ -54,16 +88,26 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         *,
         overlaps: bool = False,  # on one rank, for which Megatron's config refuses it
         engine: bool = False,  # layers of Transformer Engine's modules
+        delays: str = "",  # how linear layers make gradients that could come later
         **changes: Any,
     ) -> None:
-        self._overlaps = overlaps
+        self._overlaps, self._engine, self._delays = overlaps, engine, delays
+        if delays in _LATE:
+            changes["ddp"] = {"delay_wgrad_compute": True, **changes.get("ddp", {})}
         of_engine = {"moe_grouped_gemm": True, "normalization": "RMSNorm"} if engine else {}
         given = {"bf16": True, "moe_z_loss_coeff": None, **of_engine, **changes}
         super().__init__(kinds, spec=moe_rig.block_spec(kinds, engine=engine), **given)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         config.overlap_moe_expert_parallel_comm |= self._overlaps
-        return super().make_chunk(config, spec)
+        config.delay_wgrad_compute |= self._delays in _LATE
+        chunk = super().make_chunk(config, spec)
+        if self._delays and not self._engine:
+            delay_linears(chunk, self._delays)
+        for module in chunk.decoder.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = self._delays.startswith("fused")
+        return chunk
 
     def make_optimizer(self) -> Any:
         return Descent(self.chunk)

@@ -89,10 +89,10 @@ SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Micro]]] = {
 }
 
 
-@pytest.mark.parametrize("what", SHARED)
+@pytest.mark.parametrize(("what", "delays"), [*((what, "") for what in SHARED), ("gradients", "unfused")])
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
-def test_ranks_that_share_more_than_experts(what: str) -> None:
+def test_ranks_that_share_more_than_experts(what: str, delays: str) -> None:
     config, ddp, kind = SHARED[what]
     sizes = {"expert_model_parallel_size": 2, **config}
     make_groups(**{name: size for name, size in sizes.items() if name.endswith("_size")})
@@ -103,9 +103,9 @@ def test_ranks_that_share_more_than_experts(what: str) -> None:
     ]
     train = partial(rig.train, steps=steps, make=seeded(OverlapTrainer), ddp=ddp, **sizes)
     plugin = partial(rig.graph_config, cuda_graph_modules=("attn", "moe_router"))
-    without = train(plugin(mode="eager"))
+    without = train(plugin(mode="eager"), delays=delays and f"{delays} at once")
     for mode in ("eager", "graph"):
-        overlapped = train(plugin(mode=mode), **{OVERLAP: True})
+        overlapped = train(plugin(mode=mode), delays=delays, **{OVERLAP: True})
         assert_same_bits(without, overlapped, mode)
     report = overlapped.report
     assert report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS} and report["failures"] == []
@@ -155,20 +155,10 @@ def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: An
     assert rig.report_of(trainer)["eager"] == {"NO_PACK_METADATA": 4 * CALLS}
 
 
-@pytest.mark.parametrize("option", ["delay_wgrad_compute", "of another step"])
-def test_plans_that_no_graph_serves_run_as_given(
-    trainer: Any, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gradients of weights in a third pass; a plan that no schedule ends."""
-    monkeypatch.setattr(trainer.chunk.config, option, True, raising=False)
+def test_a_plan_that_no_schedule_ends_runs_as_given(trainer: Any) -> None:
     tokens, labels, _mask, positions = (rows[None] for rows in rig.ONE.row_lists())
     given = {"input_ids": tokens, "position_ids": positions, "labels": labels, "attention_mask": None}
-    given["packed_seq_params"] = rig.ONE.params(trainer.device)
-    if option == "delay_wgrad_compute":
-        with pytest.raises(InterruptedError):
-            ask_for_plan(trainer, lambda: None, **given)
-    else:
-        trainer.chunk.build_schedule_plan(**given)
+    trainer.chunk.build_schedule_plan(**given, packed_seq_params=rig.ONE.params(trainer.device))
     assert rig.report_of(trainer)["eager"] == {"EXPERT_OVERLAP": CALLS}
 
 

@@ -218,6 +218,18 @@ class Captures:
         if sentence not in self.failures:
             self.failures.append(warned(sentence))
 
+    def check_finished(self) -> None:
+        """Raises `RuntimeError` if a backward has left gradients that were never made."""
+        if unfinished := self.bank.take_unfinished():
+            raise RuntimeError(unfinished)
+
+    def forget_unfinished(self) -> None:
+        """Where a step has raised: nobody will ask for what its backwards have left."""
+        self.bank.take_unfinished()
+        for spec in self.bank.specs:
+            if spec.finish is not None and not spec.is_gone:
+                spec.finish.forget(spec.module)
+
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""
         sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)

@@ -28,7 +28,9 @@ from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, borders_of, is_ddp_hook
 from megagraph.megatron.parallel.groups import refused_for_groups
 from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.scopes.parts import delaying
 from megagraph.megatron.scopes.plan import BlockPlan
+from megagraph.megatron.seams import called_name
 from megagraph.megatron.watch import LayerWatch, keys_of
 
 __all__ = ["BlockLayers", "found_anywhere"]
@@ -143,7 +145,22 @@ class BlockLayers:
     def _kept_out_now(self) -> Mapping[int, Why]:
         return {
             **self.plan.no_longer_graphed(),
+            **self._with_late_hooks(),
             **refused_for_groups(self.specs, self._peers.same_pack(), self.model),
+        }
+
+    def _with_late_hooks(self) -> Mapping[int, Why]:
+        """Those whose late gradients somebody but DDP waits for."""
+        hooks = [
+            (index, hook)
+            for index, spec in enumerate(self.specs)
+            for module in (delaying(spec.modules()) if spec.finish is not None else ())
+            for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ())
+            if not is_ddp_hook(hook)
+        ]
+        return {
+            index: (EagerReason.FOREIGN_HOOK, f"hook {called_name(hook)} on gradients that come late")
+            for index, hook in hooks
         }
 
     def ineligible_in_group(self) -> Mapping[int, Why]:

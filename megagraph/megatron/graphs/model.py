@@ -71,8 +71,12 @@ class GraphedModel:
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._look_for_refusal(model, ddp)
         model_config: Any = model.config
-        if self.refusal is None and model_config.delay_wgrad_compute:
-            log.warning("trains eager (EXPERT_OVERLAP): delay_wgrad_compute is not supported yet")
+        are_late = any(spec.finish is not None for spec in self._layers.specs)
+        if self.refusal is None and model_config.delay_wgrad_compute and not are_late:
+            log.warning(
+                "delay_wgrad_compute delays nothing in graphs: only Transformer Engine's linear layers make "
+                "gradients of their weights later"
+            )
         shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
         # Of capacities.
         self._learners = _ranks_of_experts(model) if self.dispatcher.needs_equal_rows else self.peers
@@ -331,10 +335,15 @@ class GraphedModel:
         self.changes.has_raised = True
         if self.end_plan is not None:
             self.end_plan()
+        self.captures.forget_unfinished()
         self.after_step()
 
     def after_step(self) -> None:
-        """After a step: remembers which kinds of micro-batches it held."""
+        """After a step: remembers which kinds of micro-batches it held.
+
+        Raises `RuntimeError` if a backward was never finished.
+        """
+        self.captures.check_finished()
         for kind in self._due.end_step():
             with about(self.name):
                 log.warning(

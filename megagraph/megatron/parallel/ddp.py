@@ -40,9 +40,14 @@ def _buckets(ddp: nn.Module | None, *options: str) -> Mapping[Tensor, Any]:
 
 
 def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
-    """How many hooks Megatron's DDP keeps on the gradient accumulator of a parameter."""
+    """How many hooks Megatron's DDP keeps on the gradient accumulator of a parameter.
+
+    One whose gradient comes late has its hook on its module.
+    """
     groups: Any = {} if ddp is None else ddp.param_to_bucket_group
-    return lambda param: int(param in groups)
+    config: Any = getattr(ddp, "ddp_config", None)
+    late = "skip_backward_post_hook" if getattr(config, "delay_wgrad_compute", False) else ""
+    return lambda param: int(param in groups and not getattr(param, late, False))
 
 
 def listen(bank: Bank, ddp: nn.Module | None) -> None:

@@ -16,7 +16,10 @@ layers sees the pack as it was given.
 Order. All nodes of a plan wait for one event and record it, and so are in order over both streams. Two
 micro-batches share parameters, gradients and metrics, on the compute stream alone. So they do the memory of
 their slots (csrc/bank/replay/slot_ring.h, Note [Facing slots]): the last node that reads what a layer keeps
-is the backward of its first node, on the compute stream, where its memory is used next.
+is its first one, in its backward or in what finishes that, on the compute stream, where its memory is used next.
+
+With `delay_wgrad_compute` a node's `backward_dw()` makes what its backward has left, before that of the layer
+before runs; the first layer's waits for what a pipeline sends. Nodes are told what to call by their forward.
 
 Nodes keep what they were given and have handed out until their backward. What is dispatched is transient all
 the same: by `resize_(0)` of its input a dispatch drops a holder of the slot, and later passes use the memory.
@@ -31,12 +34,12 @@ as many rows, with no attention mask in its place, it was left out.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import by_name
+from megagraph._C import Finish, by_name
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
@@ -94,7 +97,7 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
             _check_left_out(plugin.last_pack(), tokens * graphs.context.size)
         dispatcher, against = graphs.dispatcher, None
         is_served = graphs in plugin.step_graphs and graphs.entries.are_megatrons
-        if not is_served or model.config.delay_wgrad_compute:  # which makes gradients in a third pass
+        if not is_served:
             against = dispatcher.eager_reason(params, tokens, True) or EagerReason.EXPERT_OVERLAP
         batch: MicroBatch | EagerReason | None
         batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
@@ -206,7 +209,7 @@ class _Passage:
         Returns hidden states behind attention, or None if nothing has run; or what a router in the graph
         has left, and what goes on from there.
         """
-        loop, batch = self._loop, self._batch
+        loop, batch, captures = self._loop, self._batch, self._graphs.captures
         assert loop is not None and isinstance(batch, MicroBatch)
         attended = None
         for step in steps:
@@ -223,6 +226,8 @@ class _Passage:
             if out is NotImplemented:
                 break
             self._has_replayed = True
+            if node.delay_wgrad_compute:
+                node.bwd_dw_callables = [_Late(steps, step, captures.bank.take_finish())]
             front = steps[-1].front
             return out, front
         return attended, None
@@ -243,6 +248,24 @@ class _Passage:
                 graphs.captures.note_unreplayed_plan()
             self.end()
         return cut
+
+
+class _Late:
+    """In place of what makes the late gradients of a layer: the same for one that has replayed."""
+
+    def __init__(self, steps: Sequence[LayerStep], replayed: LayerStep, finish: Finish | None) -> None:
+        self._steps, self._replayed, self._finish = steps, replayed, finish
+
+    def backward_dw(self) -> None:
+        for step in reversed(self._steps):
+            if step is not self._replayed:
+                step.run_late(step.step.module)
+            elif self._finish is not None:
+                self._finish()
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Of these Megatron asks for hooks that its FSDP alone has."""
+        return ()
 
 
 def _run(submodule: _Function, mixture: Any, node: Any, hidden_states: Tensor) -> Any:

@@ -105,10 +105,15 @@ def may_have_unrouted(routing_map: Tensor) -> bool:
     return hasattr(routing_map, _MARK)
 
 
+def _late_shared(layer: Any) -> None:
+    layer.mlp.backward_dw(routed_experts=False, shared_experts=True)
+
+
 EXPERTS = LayerPart(
     name="experts",
     is_in=lambda layer: experts_of(layer) is not None,
     run=run_mlp,
+    late=_late_shared,
     check=lambda layer: "its experts wait for the device, and nothing else of it can be graphed",
 )
 
@@ -267,6 +272,7 @@ ROUTER = LayerPart(
     ),
     transient=lambda layer: _place_of_shared(layer, 3),
     routes=True,
+    late=_late_shared,
     check=lambda layer: (
         _replaced((layer, seams.MLP_FORWARD), (layer.mlp, seams.EXPERT_FORWARD)) or unsupported_routing(layer)
     ),

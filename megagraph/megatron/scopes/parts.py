@@ -13,11 +13,14 @@ and is graphed whole or not at all. Its mixer carries a state from row to row. W
 the pack says: `seq_idx` of `PackedSeqParams`, or, in releases without that field, its offsets, of which each
 mixer makes the same. In releases that have the field a pack without it is one document to the mixer, in eager
 and in graphs. The layer takes and returns hidden states alone: no tables, and no mask.
+
+With `delay_wgrad_compute` Transformer Engine's linear layers queue what the gradients of their weights are to
+be made of, and `backward_dw()` makes them. Core's own leave nothing to be done.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +31,8 @@ from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import LAYER_FORWARD, called_name, is_replaced, stand_in
 
 __all__ = [
-    *("DENSE", "MAMBA", "MLP", "LayerPart", "Run", "experts_of", "given_to_mamba", "in_mlp", "is_mamba"),
-    *("run_layer", "run_mlp", "why_not_halved"),
+    *("DENSE", "MAMBA", "MLP", "LayerPart", "Run", "delaying", "experts_of", "forget_delayed"),
+    *("given_to_mamba", "in_mlp", "is_mamba", "run_layer", "run_mlp", "why_not_halved"),
 ]
 
 
@@ -54,6 +57,8 @@ class LayerPart:
     # own. Returns routed rows, their probabilities, the output of shared experts if there is any, and what
     # entered.
     front: Callable[[Any, Sequence[Tensor]], tuple[Tensor, Tensor, Tensor | None, Tensor]] | None = None
+    # Makes what gradients of weights its backward has left, as the node of a plan does.
+    late: Callable[[Any], object] = lambda layer: None
     # Why it cannot be in a graph in some layer, and what to write instead; or None.
     check: Callable[[Any], str | None] = lambda layer: None
 
@@ -121,6 +126,7 @@ _ATTENTION = LayerPart(
     name="attn",
     is_in=lambda layer: _has(layer, "self_attention"),
     run=_run_attention,
+    late=lambda layer: layer.self_attention.backward_dw(),
     children=lambda layer: (
         *("input_layernorm", "self_attention", "self_attn_bda"),
         *("pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"),
@@ -148,6 +154,18 @@ def in_mlp(run: Run) -> Run:
         return _run_half(layer, entered, arguments, own, _forward_attention=_no_attention, _forward_mlp=own)
 
     return run_there
+
+
+def delaying(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those of some modules that leave gradients of their weights to be made later."""
+    stores = ((module, getattr(module, "wgrad_store", None)) for module in modules)
+    return [module for module, store in stores if store is not None and store.delay_wgrad_compute()]
+
+
+def forget_delayed(layer: nn.Module) -> None:
+    """Drops what such modules of a layer have queued. Call it where nobody will ask for it."""
+    for module in delaying(layer.modules()):
+        module.wgrad_store.context.queue.clear()
 
 
 def experts_of(layer: nn.Module) -> Any:

@@ -18,10 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.sites import EagerPart, Facing, JoinedSites, Outputs, SiteSpec
+from megagraph.bank.sites import EagerPart, Facing, Finish, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.scopes import moe
-from megagraph.megatron.scopes.parts import DENSE, LayerPart, Run, is_mamba, run_layer, why_not_halved
+from megagraph.megatron.scopes.parts import (
+    DENSE,
+    LayerPart,
+    Run,
+    delaying,
+    forget_delayed,
+    is_mamba,
+    run_layer,
+    why_not_halved,
+)
 from megagraph.megatron.seams import LAYER_FORWARD, ROUTING, called_name, is_replaced
 from megagraph.megatron.watch import weakly
 
@@ -53,6 +62,12 @@ class LayerStep:
     is_whole: bool  # it is all of the layer
     num_layers: int = 1
     front: Callable[[Any, Any], Any] | None = None  # of the last part, if that stays eager behind a router
+    parts: Sequence[LayerPart] = ()  # none are all
+
+    def run_late(self, layer: nn.Module) -> None:
+        """Makes what gradients of weights its backward has left, the last part's first."""
+        for part in reversed(self.parts):
+            part.late(layer)
 
     def run_own(self, _layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
         """Runs it in a block, on its own layer."""
@@ -270,8 +285,12 @@ class BlockPlan:
         site = len(self.specs) if is_site else None
         front = parts[-1].front if parts else None
         self.steps.append(
-            LayerStep(step=step, site=site, layer=index, run=run, is_whole=not parts, front=front)
+            LayerStep(
+                step=step, site=site, layer=index, run=run, is_whole=not parts, front=front, parts=parts
+            )
         )
+        if isinstance(step, SiteSpec) and _is_planned(layer) and delaying(step.modules()):
+            step.finish = Finish(run=self.steps[-1].run_late, forget=forget_delayed)
 
     def _alone(self, run: Run) -> Callable[..., Any]:
         """Runs a step as in its block."""

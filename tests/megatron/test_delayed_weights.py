@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel overlap that makes gradients of weights later: `delay_wgrad_compute`, in one process.
+
+On the CPU core's linear layers do as Transformer Engine's do on a GPU.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import megatron_rig as rig
+import moe_rig
+import parallel_jobs
+import pytest
+from megatron_rig import Micro
+from overlap_rig import CALLS, COUNTS, FIRST, in_nodes, linears_of, raising, steps_of, train
+from same_bits import assert_same_bits
+from test_overlap_alone import check_calls, engines
+from torch import Tensor
+
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
+
+STEPS = 7
+BREAKS = 6  # the step that raises
+HOW = ["unfused", "fused"]
+SHARED = moe_rig.CASES["shared experts"]
+REDUCES = {"overlap_grad_reduce": True, "bucket_size": 4000}
+
+
+@engines
+@pytest.mark.parametrize("ddp", [{}, REDUCES], ids=["reduced at the end", "reduced meanwhile"])
+@pytest.mark.parametrize("delays", HOW)
+def test_weights_whose_gradients_come_later_have_the_bits_of_others(
+    delays: str, ddp: dict[str, Any], engine: bool, deterministic_engine: None
+) -> None:
+    steps = steps_of(STEPS, masks=True)
+    at_once = train(steps, "eager", delays=f"{delays} at once", engine=engine, ddp=ddp)
+    for mode in ("eager", "graph"):
+        later = train(steps, mode, delays=delays, engine=engine, ddp=ddp)
+        assert_same_bits(at_once, later, mode)
+        check_calls(later.report, mode, sum(map(len, steps)))
+
+
+@pytest.mark.parametrize("scopes", [("attn",), ("moe_router",), ("attn", "moe_router")], ids="+".join)
+def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ...]) -> None:
+    """What shared experts and attention leave, of which one may be eager; a dense layer's MLP always is."""
+    for kinds in ("EE", "-E"):
+        steps, config = steps_of(5, fills=False), {"kinds": kinds, "delays": "unfused", **SHARED}
+        graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **config)
+        assert_same_bits(train(steps, "eager", **config), graphed)
+        assert graphed.report["failures"] == [] and set(graphed.report["eager"]) == {"WARMING_UP"}
+        assert graphed.report["replays"] > 0
+
+
+@pytest.mark.parametrize("delays", HOW)
+def test_eager_micro_batches_between_graphed_ones_make_their_own(delays: str) -> None:
+    """One in each step fits no capacity; and all of a step while graphs are suspended."""
+
+    def around(_trainer: Any, index: int) -> contextlib.AbstractContextManager[None]:
+        if index == STEPS - 2:
+            rig.the_plugin().suspend()
+        elif index == STEPS - 1:
+            rig.the_plugin().resume()
+        return contextlib.nullcontext()
+
+    misfit = Micro(lengths=parallel_jobs.MISFIT)
+    steps = [[*micros[:1], misfit, *micros[1:]] for micros in steps_of(STEPS, fills=False)]
+    graphed = train(steps, "graph", delays=delays, around=around)
+    assert_same_bits(train(steps, "eager", delays=delays), graphed)
+    assert set(graphed.report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES", "SUSPENDED"}
+    assert graphed.report["failures"] == []
+
+
+@engines
+@pytest.mark.parametrize("delays", HOW)
+def test_nothing_is_added_between_a_backward_and_what_finishes_it(
+    delays: str, engine: bool, deterministic_engine: None
+) -> None:
+    """And all of the layer's weights are, once, by that."""
+    late: list[list[Tensor]] = []  # main_grad of each weight, by layer
+    made: list[Tensor] = []
+    counts = {"backward": 0, "finished": 0}
+
+    def look(trainer: Any, _index: int) -> contextlib.AbstractContextManager[None]:
+        attention = [layer.self_attention for layer in trainer.chunk.decoder.layers]
+        late[:] = [[it.linear_qkv.weight.main_grad, it.linear_proj.weight.main_grad] for it in attention]
+        return contextlib.nullcontext()
+
+    def copies() -> list[Tensor]:
+        return [gradient.clone() for gradient in itertools.chain(*late)]
+
+    def before(place: str) -> None:
+        if place == f"{FIRST} backward":
+            made[:] = copies()
+
+    def behind(place: str) -> None:
+        if place == f"{FIRST} backward":
+            assert_same_bits(made, copies())
+            counts["backward"] += 1
+
+    finish = layer_node().backward_dw
+
+    def backward_dw(node: Any) -> None:
+        is_first, before = node.name in (FIRST, "attn"), copies()
+        finish(node)
+        if is_first:
+            layer = CALLS - 1 - counts["finished"] % CALLS  # the last one comes first
+            own = {id(gradient) for gradient in late[layer]}
+            for gradient, former in zip(itertools.chain(*late), before, strict=True):
+                assert gradient.equal(former) != (id(gradient) in own)
+            counts["finished"] += 1
+
+    steps = steps_of(4)
+    with (
+        in_nodes(before),
+        in_nodes(behind, behind=True),
+        mock.patch.object(layer_node(), "backward_dw", backward_dw),
+    ):
+        graphed = train(steps, "graph", delays=delays, engine=engine, around=look)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+    assert counts == dict.fromkeys(counts, sum(map(len, steps)) * CALLS)
+
+
+def layer_node() -> Any:
+    """The class of a layer's nodes, wherever this release has it."""
+    try:
+        from megatron.core.models.common import utils as module
+    except ImportError:
+        from megatron.core.models.gpt import fine_grained_callables as module
+    return module.TransformerLayerNode
+
+
+@pytest.mark.parametrize("number", [CALLS, CALLS + 1])
+def test_a_step_that_raises_before_all_is_finished_leaves_the_next_one_right(number: int) -> None:
+    steps = steps_of(BREAKS + 2)
+
+    @contextlib.contextmanager
+    def around(_trainer: Any, index: int) -> Iterator[None]:
+        if index != BREAKS:
+            yield
+            return
+        with (
+            pytest.raises(OSError, match="lost"),
+            in_nodes(raising(f"{FIRST} backward", number), behind=True),
+        ):
+            yield
+        rig.metrics()
+
+    graphed = train(steps, "graph", delays="unfused", around=around)
+    assert_same_bits(train([*steps[:BREAKS], *steps[BREAKS + 1 :]], "eager", delays="unfused"), graphed)
+    assert graphed.report["failures"] == []
+    assert graphed.report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS}
+
+
+@pytest.mark.parametrize("layer", range(CALLS))
+def test_a_layer_whose_gradients_are_left_out_fails_the_step(layer: int) -> None:
+    """Which eager would go on without."""
+    finish, passes = layer_node().backward_dw, itertools.count()
+
+    def backward_dw(node: Any) -> None:
+        if node.name not in (FIRST, "attn") or CALLS - 1 - next(passes) % CALLS != layer:
+            finish(node)
+
+    def around(_trainer: Any, index: int) -> contextlib.AbstractContextManager[Any]:
+        leaves_out = mock.patch.object(layer_node(), "backward_dw", backward_dw)
+        return leaves_out if index == 2 else contextlib.nullcontext()
+
+    with pytest.raises(RuntimeError, match="was never finished"):
+        train(steps_of(3), "graph", delays="unfused", around=around)
+
+
+def test_a_hook_of_somebody_elses_on_what_comes_late_keeps_its_layer_eager() -> None:
+    def around(trainer: Any, index: int) -> contextlib.AbstractContextManager[None]:
+        if index == 4:
+            (first, *_) = linears_of(trainer.chunk)
+            first.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(index))
+        return contextlib.nullcontext()
+
+    calls: list[int] = []
+    steps = steps_of(STEPS)
+    graphed = train(steps, "graph", delays="unfused", around=around)
+    of_graphs, calls = calls, []
+    assert_same_bits(train(steps, "eager", delays="unfused", around=around), graphed)
+    assert len(of_graphs) == len(calls) == sum(map(len, steps[4:]))
+    assert set(graphed.report["eager"]) == {"WARMING_UP", "STATE_CHANGED", "FOREIGN_HOOK"}
+
+
+def test_cores_linear_layers_leave_nothing_and_a_sentence_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    steps = steps_of(4)
+    config = {"ddp": {"delay_wgrad_compute": True}, "prepare": delay_option}
+    graphed = train(steps, "graph", delays="unfused at once", **config)
+    assert_same_bits(train(steps, "eager"), graphed)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+    assert "delay_wgrad_compute delays nothing in graphs" in caplog.text
+
+
+def delay_option(chunk: Any) -> None:
+    chunk.config.delay_wgrad_compute = True
