@@ -16,7 +16,7 @@ layers sees the pack as it was given.
 Order. All nodes of a plan wait for one event and record it, and so are in order over both streams. Two
 micro-batches share parameters, gradients and metrics, on the compute stream alone. So they do the memory of
 their slots (csrc/bank/replay/slot_ring.h, Note [Facing slots]): the last node that reads what a layer keeps
-is its first one, in its backward or in what finishes that, on the compute stream, where its memory is used next.
+is its first one, in its backward or in what finishes that, on the compute stream, which uses the memory next.
 
 With `delay_wgrad_compute` a node's `backward_dw()` makes what its backward has left, before that of the layer
 before runs; the first layer's waits for what a pipeline sends. Nodes are told what to call by their forward.
