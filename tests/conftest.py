@@ -17,6 +17,7 @@ from types import ModuleType
 
 # Shapes are small: more threads would only wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
 TEST_CORE = os.environ.get("MEGAGRAPH_TEST_CORE")
 if TEST_CORE:

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all bank tests share: memory that starts as NaN, one seed, and banks that end with their test."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from bank_pair import Pair, blocks, release_banks
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
 
 @pytest.fixture(autouse=True)

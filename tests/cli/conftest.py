@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
-
 import pytest
 from run_scripts import Files
 

@@ -5,7 +5,6 @@ What only has to be named is here; rows of documents, each kind of value and eac
 of their own: tests/demo/test_documents.py, tests/test_config.py, tests/test_report.py.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,13 @@ demo --layres 2 -> unrecognized arguments: --layres 2
 demo extra -> unrecognized arguments: extra
 demo --layers -> argument --layers: expected one argument
 demo --layers two -> argument --layers: invalid int value: 'two'
-demo --layers 2.5 -> argument --layers: invalid int value: '2.5'
 demo --layers 0 -> --layers: expected at least 1, got 0
 demo --layers 99999999999 -> --layers: expected at most 1000, got 99999999999
 demo --hidden 0 -> --hidden: expected at least 1, got 0
-demo --hidden 63 -> --heads: expected a divisor of --hidden (63), got 4
 demo --hidden 60 --heads 20 -> --hidden: expected for each head a multiple of
 demo --hidden 4096 -> --hidden: expected for each head a multiple of
 demo --heads 0 -> --heads: expected at least 1, got 0
 demo --heads 3 -> --heads: expected a divisor of --hidden (64), got 3
-demo --heads 128 -> --heads: expected a divisor of --hidden (64), got 128
 demo --query-groups 3 -> --query-groups: expected a divisor of --heads (4), got 3
 demo --query-groups 0 -> --query-groups: expected at least 1, got 0
 demo --pack-tokens 1 -> --pack-tokens: expected at least 2, got 1
@@ -51,73 +47,42 @@ demo --seed 99999999999999999999999 -> --seed: expected at most 4294967295, got 
 demo --max-document 1 -> --max-document: expected at least 2, got 1
 demo --max-document 999999 -> --max-document: expected at most --pack-tokens (512), got 999999
 demo --data gone.jsonl -> gone.jsonl: expected a .jsonl file, found nothing there
-demo --data folder -> folder: expected a .jsonl file, found a folder
-demo --data text.txt -> text.txt: expected a .jsonl file, found 'text.txt'
-demo --data empty.jsonl -> empty.jsonl: expected at least one document, got an empty file
 demo --data other.jsonl -> other.jsonl:1: expected one of the columns text, tokens, length
 demo --data long.jsonl -> long.jsonl:1: document of 600 tokens is over the limit of 512; shorten
 demo --data long.jsonl --max-document 30 -> long.jsonl:1: document of 600 tokens is over the limit of 30;
 demo --data short.jsonl -> short.jsonl:2: document of 1 tokens is under the minimum of 2
-demo --data bytes -> bytes: expected a .jsonl file, found 'bytes'
 demo --json . -> --json: expected a file, . is a folder
 demo --json text.txt/new.json -> --json: expected a file that can be written, got text.txt/new.json
 demo --json text.txt/deeper/new.json -> --json: expected a file that can be written, got text.txt/deeper/
-demo --json loop -> --json: expected a file that can be written, got loop: loop: Too many levels
 run -> the following arguments are required: script
 run gone.py -> expected a script, gone.py is no file
-run folder -> expected a script, folder is no file
 run --config gone.toml script.py -> --config: expected a TOML file, gone.toml is no file
-run --config folder script.py -> --config: expected a TOML file, folder is no file
 run --config bytes script.py -> bytes: expected TOML, 'utf-8' codec can't decode byte 0xff
-run --config text.txt script.py -> text.txt: expected TOML,
-run --config empty.jsonl script.py -> empty.jsonl: expected a table [megagraph], found none
 report -> the following arguments are required: file
 report gone.json -> expected the file of a report, gone.json is no file
 report folder -> expected the file of a report, folder is no file
-report bytes -> bytes: expected JSON, 'utf-8' codec can't decode byte 0xff
-report text.txt -> text.txt: expected JSON,
 report deep.json -> deep.json: expected JSON,
-report list.json -> list.json: expected an object with a list 'models'
 """
 # MEGAGRAPH_..., and what is said after `environment: `.
 VARIABLES = """
 MOED=eager -> unknown option 'MEGAGRAPH_MOED'; choose from MEGAGRAPH_CAPACITIES,
 MODE=fast -> MEGAGRAPH_MODE: expected one of graph, eager, off, got 'fast'
 CAPACITIES=64 -> MEGAGRAPH_CAPACITIES: expected tokens:num_seqs[:max_seqlen], got '64'
-CAPACITIES=64:0 -> MEGAGRAPH_CAPACITIES: '64:0': num_seqs: expected at least 1, got 0
-CAPACITIES=64:8,64:8 -> MEGAGRAPH_CAPACITIES: expected each once, got
 CAPACITIES={big}:8 -> MEGAGRAPH_CAPACITIES: '{big}:8': tokens: expected at most 2147483647, got {big}
 CUDA_GRAPH_MAX_PACKED_SEQS=8 -> MEGAGRAPH_CUDA_GRAPH_MAX_PACKED_SEQS and max_seqlen_per_dp_cp_rank: expected
-MAX_SEQLEN=64 -> MEGAGRAPH_MAX_SEQLEN: expected together with cuda_graph_max_packed_seqs
-CUDA_GRAPH_SLOTS=1000000 -> MEGAGRAPH_CUDA_GRAPH_SLOTS: expected at most 64, got 1000000
-CUDA_GRAPH_WARMUP_STEPS=0 -> MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS: expected at least 1, got 0
-CUDA_GRAPH_SCOPE=lm_head -> MEGAGRAPH_CUDA_GRAPH_SCOPE: expected none (whole layers), or of attn,
-CP_SIZES=1,3 -> MEGAGRAPH_CP_SIZES: expected ascending powers of two, got (1, 3)
 REPORT=folder -> MEGAGRAPH_REPORT: expected a file, folder is a folder
 REPORT=text.txt/new.json -> MEGAGRAPH_REPORT: expected a file that can be written, got text.txt/new.json:
-POISON=maybe -> MEGAGRAPH_POISON: expected true or false, got 'maybe'
 VERIFY=0 -> MEGAGRAPH_VERIFY: expected capture, off or an integer of at least 1, got '0'
 """
 # Lines of a table [megagraph], and what is said after the file's name.
 TOML = """
-mode = eager -> expected TOML,
 mode = 3 -> mode: expected one of graph, eager, off, got 3
-warmup = 3 -> unknown option 'warmup'; choose from capacities,
-tail = [] -> tail: expected one of hidden, empty-dummy, got []
-progress = 2.5 -> progress: expected true or false, got 2.5
 report = 1979-05-27 -> report: expected a path, got datetime.date(1979, 5, 27)
-report = "a\\u0000b" -> report: expected a path, got 'a\\x00b'
-max_seqlen_per_dp_cp_rank = 10.5 -> max_seqlen_per_dp_cp_rank: expected an integer, got 10.5
 cuda_graph_scope = "full_iteration" -> cuda_graph_scope: expected none (whole layers), or of attn,
-capacities = [{{ tokens = 64 }}] -> capacities: expected a table of tokens, num_seqs, max_seqlen, got
 report = "folder" -> report: expected a file, folder is a folder
-log_interval = -1 -> log_interval: expected at least 0, got -1
 """
 PYTHON = """
-GraphConfig(mode="fast") -> mode: expected one of graph, eager, off, got 'fast'
 GraphConfig(max_seqlen_per_dp_cp_rank=10**30, cuda_graph_max_packed_seqs=8) -> max_seqlen_per_dp_cp_rank:
-GraphConfig(cuda_graph_slots=10**6) -> cuda_graph_slots: expected at most 64, got 1000000
-GraphConfig.from_toml("bytes") -> bytes: expected TOML,
 install({{"mode": "eager"}}) -> install(): expected megagraph.GraphConfig(...), the path of a TOML
 install(GraphConfig(report="folder")) -> report: expected a file, folder is a folder
 install("text.txt") -> text.txt: expected TOML,
@@ -137,15 +102,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the commands run, which leave it as it is and install nothing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    os.symlink("loop", tmp_path / "loop")
-    files = {"text.txt": b"some text", "bytes": b"\xff\xfe", "empty.jsonl": b"", "list.json": b"[]"}
-    files |= {
-        "deep.json": b"[" * 100_000,
-        "other.jsonl": b'{"words": 3}\n',
-        "long.jsonl": b'{"length": 600}\n',
+    files = {
+        **{"text.txt": b"some text", "bytes": b"\xff\xfe", "deep.json": b"[" * 100_000},
+        **{"other.jsonl": b'{"words": 3}\n', "long.jsonl": b'{"length": 600}\n'},
+        "short.jsonl": b'{"length": 9}\n{"length": 1}\n',
+        **{"script.py": b"open('it-ran', 'w')\n", "report.json": b"an older report"},
     }
-    files |= {"short.jsonl": b'{"length": 9}\n{"length": 1}\n'}
-    files |= {"script.py": b"open('it-ran', 'w')\n", "report.json": b"an older report"}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     before = snapshot(tmp_path)
@@ -155,8 +117,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def snapshot(folder: Path) -> dict[str, object]:
-    entries = (*folder.rglob("*"),)
-    return {str(it): it.read_bytes() if it.is_file() else (it.is_symlink(), it.is_dir()) for it in entries}
+    return {str(it): it.read_bytes() if it.is_file() else None for it in folder.rglob("*")}
 
 
 @pytest.fixture

@@ -26,14 +26,16 @@ pytestmark = pytest.mark.megatron
 LAYERS, STEPS = 2, 6  # of the tiny run
 CALLS = LAYERS * STEPS  # one micro-batch a step
 TEXTS = [f"document {number} says " + "word " * (number % 4) for number in range(12)]
-
-
 ROWS: dict[str, list[Any]] = {
     "text": TEXTS,
     "tokens": [list(text.encode()) for text in TEXTS],
     "length": [len(text) for text in TEXTS],
 }
 Compare = Callable[..., SimpleNamespace]
+Demo = Callable[..., int]
+Change = Callable[[Trainer], object]
+Changes = Callable[[Change], None]
+Capture = pytest.CaptureFixture[str]
 
 
 def source(kind: str, files: Files) -> list[str]:
@@ -42,7 +44,13 @@ def source(kind: str, files: Files) -> list[str]:
 
 
 @pytest.fixture
-def compare(demo: Callable[..., int], tmp_path: Path) -> Compare:
+def texts(files: Files) -> list[str]:
+    """Options with documents of text, whose packs have a capacity."""
+    return [*source("text", files), "--max-packed-seqs", "8"]
+
+
+@pytest.fixture
+def compare(demo: Demo, tmp_path: Path) -> Compare:
     """Runs the demo, which must end with `code`. Returns the comparison: its calls are all accounted for."""
 
     def run(*arguments: str | Path, code: int = 0, **changes: str) -> SimpleNamespace:
@@ -56,11 +64,8 @@ def compare(demo: Callable[..., int], tmp_path: Path) -> Compare:
     return run
 
 
-Change = Callable[[Trainer], object]
-
-
 @pytest.fixture
-def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
+def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Changes:
     """Lets a test change the demo's graphed trainer: the second that it makes."""
     changes: list[Change] = [lambda _eager: None]
 
@@ -91,7 +96,7 @@ def test_documents_of_every_kind_train_bit_equal_through_replays(
 
 
 def test_without_capacities_they_are_learned_in_the_warm_up(
-    compare: Compare, files: Files, capsys: pytest.CaptureFixture[str]
+    compare: Compare, files: Files, capsys: Capture
 ) -> None:
     comparison = compare(*source("text", files), warmup_steps="3")
     assert comparison.bitwise_equal and comparison.replays > 0
@@ -110,14 +115,14 @@ def test_a_pack_over_the_capacity_runs_eager_and_is_counted(compare: Compare, fi
 # -- what it reports -----------------------------------------------------------------------------
 
 
-def test_what_it_prints_and_what_its_file_says_the_same_but_for_time_when_it_runs_again(
-    demo: Callable[..., int], files: Files, capsys: pytest.CaptureFixture[str]
+def test_what_it_prints_and_writes_the_same_but_for_time_when_it_runs_again(
+    demo: Demo, texts: list[str], tmp_path: Path, capsys: Capture
 ) -> None:
     """`megagraph report` could not read what `megagraph demo --json` wrote."""
-    options, read = source("text", files), []
+    read = []
     for name in ("first.json", "result.json"):
-        result = files.folder / name
-        assert demo(*options, "--max-packed-seqs", "8", "--json", result) == 0
+        result = tmp_path / name
+        assert demo(*texts, "--json", result) == 0
         read.append(json.loads(result.read_text()))
         (model,) = read[-1]["models"]
         del model["capture_seconds"], model["verification"]["seconds"]
@@ -152,12 +157,7 @@ def test_what_it_prints_and_what_its_file_says_the_same_but_for_time_when_it_run
     ],
 )
 def test_a_run_without_a_replay_ends_with_3_and_says_what_to_change(
-    compare: Compare,
-    files: Files,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    steps: str,
-    why: str,
+    compare: Compare, files: Files, capsys: Capture, arguments: list[str], steps: str, why: str
 ) -> None:
     """It printed 'bit-equal' and ended with 0, although no graph had run."""
     assert ExitCode.NOTHING_REPLAYED == 3
@@ -171,10 +171,10 @@ def test_a_run_without_a_replay_ends_with_3_and_says_what_to_change(
 
 
 def test_other_weights_are_found_in_the_first_step_and_end_with_1(
-    compare: Compare, second_trainer: Callable[..., None], files: Files, capsys: pytest.CaptureFixture[str]
+    compare: Compare, second_trainer: Changes, texts: list[str], capsys: Capture
 ) -> None:
     second_trainer(lambda it: it.chunk.decoder.final_layernorm.weight.data[3].add_(0.5))
-    comparison = compare(*source("text", files), "--max-packed-seqs", "8", code=1)
+    comparison = compare(*texts, code=1)
     out = capsys.readouterr().out
     assert "NOT bit-equal:" in out and "bit-equal: every" not in out
     assert re.search(r"step 0, micro-batch 0: loss \d\.\d+ eager, \d\.\d+ graphed", out)
@@ -184,10 +184,7 @@ def test_other_weights_are_found_in_the_first_step_and_end_with_1(
 
 
 def test_one_bit_of_one_gradient_is_found_and_named_alone(
-    demo: Callable[..., int],
-    second_trainer: Callable[..., None],
-    files: Files,
-    capsys: pytest.CaptureFixture[str],
+    demo: Demo, second_trainer: Changes, texts: list[str], capsys: Capture
 ) -> None:
     name = "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -204,7 +201,7 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
         trainer.forward_backward = flipped  # type: ignore[assignment, method-assign]
 
     second_trainer(flip_a_bit_in_the_last_step)
-    assert demo(*source("text", files), "--max-packed-seqs", "8") == 1
+    assert demo(*texts) == 1
     _, _, differences = capsys.readouterr().out.partition("NOT bit-equal:")
     assert differences.split("\n")[1:] == [f"  step {STEPS - 1}: gradient of {name}", ""]
 
@@ -213,43 +210,34 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "code", "said"),
+    ("error", "said"),
     [
-        (KeyboardInterrupt, [], 130, "interrupted"),
-        (MemoryError, [], 70, "not enough memory: "),
-        (RuntimeError, ["[..] DefaultCPUAllocator: can't allocate memory"], 70, "not enough memory: [..]"),
+        ((130, KeyboardInterrupt), "interrupted"),
+        ((70, MemoryError), "not enough memory: "),
+        ((70, RuntimeError, "[..] DefaultCPUAllocator: can't allocate memory"), "not enough memory: [..]"),
     ],
 )
 def test_an_interrupt_and_memory_that_is_not_there_end_it_with_one_line(
-    demo: Callable[..., int],
-    second_trainer: Callable[[Change], None],
-    files: Files,
-    capsys: pytest.CaptureFixture[str],
-    kind: type[BaseException],
-    words: list[str],
-    code: int,
-    said: str,
+    demo: Demo, second_trainer: Changes, texts: list[str], capsys: Capture, error: tuple[Any, ...], said: str
 ) -> None:
     """Ctrl-C left 53 lines."""
+
+    code, kind, *words = error
 
     def fail(_trainer: Trainer) -> None:
         raise kind(*words)  # a new one: it keeps its frames, and what they hold
 
     second_trainer(fail)
-    assert demo(*source("text", files)) == code
+    assert demo(*texts) == code
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("megagraph"))
     assert line.startswith(f"megagraph demo: {said}")
     assert installed_plugin() is None
 
 
 def test_json_on_standard_output_is_alone_there_and_a_full_disk_ends_it_with_a_sentence(
-    demo: Callable[..., int],
-    files: Files,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    demo: Demo, texts: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = source("text", files)
-    assert demo(*arguments, "--json", "-", steps="4") == 0
+    assert demo(*texts, "--json", "-", steps="4") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["bitwise_equal"] and "layer calls" in err
 
@@ -257,18 +245,13 @@ def test_json_on_standard_output_is_alone_there_and_a_full_disk_ends_it_with_a_s
         raise OSError(errno.ENOSPC, "No space left on device", "x.json")
 
     monkeypatch.setattr("megagraph.cli.ends.write_report", full)
-    assert demo(*arguments, "--json", files.folder / "x.json", steps="4") == ExitCode.NOT_WRITTEN == 74
+    assert demo(*texts, "--json", tmp_path / "x.json", steps="4") == ExitCode.NOT_WRITTEN == 74
     assert "megagraph demo: --json: x.json: No space left on device\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("outer", "end"), [(False, "well"), (True, "by an error")])
+@pytest.mark.parametrize("is_well", [True, False])
 def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
-    demo: Callable[..., int],
-    second_trainer: Callable[..., None],
-    files: Files,
-    capsys: pytest.CaptureFixture[str],
-    outer: bool,
-    end: str,
+    demo: Demo, second_trainer: Changes, texts: list[str], tmp_path: Path, capsys: Capture, is_well: bool
 ) -> None:
     """Any traceback ended with 1, which says that bits differ."""
 
@@ -277,20 +260,19 @@ def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
 
     flag, cuda = torch.are_deterministic_algorithms_enabled(), torch.cuda.current_device
     had_group = torch.distributed.is_initialized()
-    result = files.folder / "result.json"
-    arguments = [*source("text", files), "--max-packed-seqs", "8", "--json", result]
+    result = tmp_path / "result.json"
     try:
-        torch.use_deterministic_algorithms(outer)
-        if end == "well":
-            assert demo(*arguments, steps="2") == 0
+        torch.use_deterministic_algorithms(not is_well)
+        if is_well:
+            assert demo(*texts, "--json", result, steps="2") == 0
         else:
             second_trainer(fail)
-            assert demo(*arguments, steps="2") == ExitCode.CRASHED == 70
+            assert demo(*texts, "--json", result, steps="2") == ExitCode.CRASHED == 70
             assert "RuntimeError: out of luck" in capsys.readouterr().err
-        assert torch.are_deterministic_algorithms_enabled() is outer
+        assert torch.are_deterministic_algorithms_enabled() is not is_well
     finally:
         torch.use_deterministic_algorithms(flag)
     assert installed_plugin() is None
     assert torch.distributed.is_initialized() is had_group
     assert torch.cuda.current_device is cuda
-    assert result.exists() is (end == "well")
+    assert result.exists() is is_well

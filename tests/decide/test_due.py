@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is due to be captured, which states there are, which capacities: all follows from the steps."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,122 +16,71 @@ OTHER = TRAINING.replace(form=PackForm(True, False, None))
 EVALUATION = TRAINING.replace(grad=False)
 
 
-def in_state(state: int, kind: VariantKey = TRAINING) -> VariantKey:
-    return kind.replace(state=state)
+def kinds(words: Sequence[str]) -> set[VariantKey]:
+    """`T` training, `O` another form of it, `E` an evaluation; behind that the number of its state."""
+    named = {"T": TRAINING, "O": OTHER, "E": EVALUATION}
+    return {named[word[0]].replace(state=int(word[1:])) if word[1:] else named[word] for word in words}
 
 
-@pytest.fixture
-def variants() -> DueVariants:
-    """Training takes two steps, everything else one."""
-    return DueVariants(warm_up_steps=2)
+# Training takes two steps, everything else one. What has happened; what then is `due` (in a state `before`
+# training, or an `evaluation`), is `warm`, and has `graphs`.
+SCRIPTS = {
+    "a kind after as many steps as it needs, however often it occurs in them": (
+        "note E; due; step T T T; due E; step T T; due T E; warm T E"
+    ),
+    "not again what was captured": "step E; captured E; step E; due",
+    "not what others had captured before it was met here": "captured E T; step E T; due; warm E T",
+    "further kinds after one step, once training has graphs": "captured T; step O; due O",
+    "all warm kinds again, without their graphs": "step E E1; captured E; forget graphs; due E E1; graphs",
+    "all kinds of a family": "step T1; due; step T2; due T1 T2; step T3; due T1 T2 T3",
+    # Also training that meets one again before it is warm, or is warm at once.
+    "kinds in their own state": "step E1 E2; before 1 E1; before 3; step T1; step T1; before 9",
+    "kinds in their own state, warm at once": "steps 1; step T1; before 9",
+    # Calls of some layer may change it in each step, which a capture finds out.
+    "training that never meets a state twice in that of now": (
+        "step T0; before 9; step T1; before 9 T9; step T2; before 9 T9; step T0; before 9"
+    ),
+    "training in no other state before an evaluation": (
+        "step T0; step T1; step T2; evaluation 9; evaluation 2 T2"
+    ),
+    "training with graphs in its own states": "step T0; step T1; step T2; captured T9; before 9",
+    "forgotten kinds once they occur again": (
+        "step E1 E2; captured E1; forget 1; graphs; due E2; warm E2; step E1; due E1 E2"
+    ),
+    "those that record gradients, whose graphs go, and not the others": (
+        "step T E; step T; captured T E; forget training; due T; graphs E"
+    ),
+}
 
 
-def run_step(variants: DueVariants, *of_step: VariantKey) -> None:
-    for kind in of_step:
-        variants.note(kind)
-    variants.end_step()
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_is_due(name: str) -> None:
+    variants = DueVariants(warm_up_steps=2)
+    for verb, *words in map(str.split, SCRIPTS[name].split(";")):
+        if verb == "steps":
+            variants = DueVariants(warm_up_steps=int(words[0]))
+        elif verb in ("note", "step"):
+            for word in words:
+                variants.note(*kinds([word]))
+            if verb == "step":
+                variants.end_step()
+        elif verb == "captured":
+            variants.mark_captured(kinds(words))
+        elif verb == "forget" and words[0].isdigit():
+            variants.forget_states({int(words[0])})
+        elif verb == "forget":
+            variants.forget_graphs(only_training=words == ["training"])
+        else:
+            found = {"due": variants.due, "warm": variants.warmed_up, "graphs": variants.captured}.get(verb)
+            if found is None:
+                found = variants.due_in(int(words.pop(0)), grad_enabled=verb == "before")
+            assert found == kinds(words), f"{verb} in {SCRIPTS[name]}"
 
 
-def test_a_kind_is_due_after_as_many_steps_as_it_needs_however_often_it_occurs_in_them(
-    variants: DueVariants,
-) -> None:
+def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once() -> None:
+    variants, named = DueVariants(warm_up_steps=2), []
     variants.note(EVALUATION)
-    assert not variants.due, "the step has not ended"
-    run_step(variants, *[TRAINING] * 3)
-    assert variants.due == {EVALUATION}
-    run_step(variants, TRAINING, TRAINING)
-    assert variants.due == variants.warmed_up == {TRAINING, EVALUATION}
-
-
-def test_what_was_captured_is_not_due_again(variants: DueVariants) -> None:
-    run_step(variants, EVALUATION)
-    variants.mark_captured({EVALUATION})
-    run_step(variants, EVALUATION)
-    assert not variants.due
-
-
-def test_what_others_had_captured_before_it_was_met_here_is_not_due(variants: DueVariants) -> None:
-    variants.mark_captured({EVALUATION, TRAINING})
-    run_step(variants, EVALUATION, TRAINING)
-    assert not variants.due and variants.warmed_up == {EVALUATION, TRAINING}
-
-
-def test_once_training_has_graphs_further_kinds_take_one_step(variants: DueVariants) -> None:
-    variants.mark_captured({TRAINING})
-    run_step(variants, OTHER)
-    assert variants.due == {OTHER}
-
-
-def test_without_their_graphs_all_warm_kinds_are_due_again(variants: DueVariants) -> None:
-    run_step(variants, EVALUATION, in_state(1, EVALUATION))
-    variants.mark_captured({EVALUATION})
-    variants.forget_graphs()
-    assert variants.due == {EVALUATION, in_state(1, EVALUATION)} and not variants.captured
-
-
-def test_steps_of_a_family_warm_all_of_its_kinds_up(variants: DueVariants) -> None:
-    run_step(variants, in_state(1))
-    assert not variants.due
-    run_step(variants, in_state(2))
-    assert variants.due == {in_state(1), in_state(2)}
-    run_step(variants, in_state(3))
-    assert variants.due == {in_state(1), in_state(2), in_state(3)}
-
-
-def test_kinds_are_due_in_their_own_state(variants: DueVariants) -> None:
-    run_step(variants, in_state(1, EVALUATION), in_state(2, EVALUATION))
-    assert variants.due_in(1, grad_enabled=True) == {in_state(1, EVALUATION)}
-    assert not variants.due_in(3, grad_enabled=True)
-    for _ in range(2):  # also training that meets one again before it is warm, or is warm at once
-        run_step(variants, in_state(1))
-    assert not variants.due_in(9, grad_enabled=True)
-    run_step(once := DueVariants(warm_up_steps=1), in_state(1))
-    assert not once.due_in(9, grad_enabled=True)
-
-
-def test_training_that_never_meets_a_state_twice_is_due_in_that_of_now(variants: DueVariants) -> None:
-    """Calls of some layer may change it in each step, which a capture finds out."""
-    for state in range(3):
-        run_step(variants, in_state(state))
-        assert variants.due_in(9, grad_enabled=True) == ({in_state(9)} if state > 0 else set())
-    run_step(variants, in_state(0))
-    assert not variants.due_in(9, grad_enabled=True)
-
-
-def test_before_an_evaluation_training_is_due_in_no_other_state(variants: DueVariants) -> None:
-    for state in range(3):
-        run_step(variants, in_state(state))
-    assert not variants.due_in(9, grad_enabled=False)
-    assert variants.due_in(2, grad_enabled=False) == {in_state(2)}
-
-
-def test_training_with_graphs_waits_for_its_own_states(variants: DueVariants) -> None:
-    for state in range(3):
-        run_step(variants, in_state(state))
-    variants.mark_captured({in_state(9)})
-    assert not variants.due_in(9, grad_enabled=True)
-
-
-def test_forgotten_kinds_have_to_occur_again(variants: DueVariants) -> None:
-    run_step(variants, in_state(1, EVALUATION), in_state(2, EVALUATION))
-    variants.mark_captured({in_state(1, EVALUATION)})
-    variants.forget_states({1})
-    assert not variants.captured and variants.due == variants.warmed_up == {in_state(2, EVALUATION)}
-    run_step(variants, in_state(1, EVALUATION))
-    assert variants.due == {in_state(1, EVALUATION), in_state(2, EVALUATION)}
-
-
-def test_graphs_that_record_gradients_go_and_the_others_stay(variants: DueVariants) -> None:
-    run_step(variants, TRAINING, EVALUATION)
-    run_step(variants, TRAINING)
-    variants.mark_captured({TRAINING, EVALUATION})
-    variants.forget_graphs(only_training=True)
-    assert variants.due == {TRAINING} and variants.captured == {EVALUATION}
-
-
-def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once(variants: DueVariants) -> None:
-    run_step(variants, EVALUATION)
-    named = []
+    variants.end_step()
     for kind, passes_over in (
         *((kind, True) for kind in (OTHER, *[EVALUATION] * 2, OTHER)),
         *[(EVALUATION, False)] * 4,
@@ -143,8 +94,8 @@ def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once(vari
 
 
 def test_kinds_and_families_are_keys_without_some_values() -> None:
-    key = in_state(3).replace(capacity=Capacity(tokens=8, num_seqs=2, max_seqlen=8))
-    assert key.kind == in_state(3) and key.family == TRAINING
+    key = TRAINING.replace(state=3, capacity=Capacity(tokens=8, num_seqs=2, max_seqlen=8))
+    assert key.kind == TRAINING.replace(state=3) and key.family == TRAINING
     assert len({key, key.replace(), key.kind, key.family}) == 3
     assert repr(key.kind) == (
         "VariantKey(capacity=None, form=PackForm(has_padded=False, is_aliased=False, pad_between_seqs=None, "
@@ -199,6 +150,11 @@ def test_nothing_is_learned_where_nobody_has_met_a_pack() -> None:
 # -- states ------------------------------------------------------------------------------------------
 
 
+def begin(states: States, *fingerprints: int, settings: int = 1) -> bool:
+    """Begins a step in each of these. Returns whether ranks agree on the last one."""
+    return [states.agree(states.local_state(0, it, settings)) for it in fingerprints][-1]
+
+
 def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
     states = States(1)
     for fingerprint, settings, number, is_new in (
@@ -207,7 +163,7 @@ def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
         (7, 1, 0, False),
         (7, 2, 2, True),
     ):
-        assert states.agree(states.local_state(0, fingerprint, settings))
+        assert begin(states, fingerprint, settings=settings)
         assert (states.current, states.is_new) == (number, is_new)
     assert states.oldest_first() == [1, 0, 2]
     assert states.of_call(8) == 3  # under the settings of now
@@ -249,44 +205,37 @@ def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not
     states = States(1)
     gone: set[int] = set()
     for fingerprint in range(200):
-        states.agree(states.local_state(0, fingerprint, 1))
+        begin(states, fingerprint)
         if states.has_many():
             gone |= states.forget_oldest(keep={0})
     assert len(states.oldest_first()) == 64 and gone == set(range(1, 137))
-    states.agree(states.local_state(0, 1, 1))
-    assert states.is_new
-    states.agree(states.local_state(0, 0, 1))
-    assert not states.is_new and states.current == 0
+    assert begin(states, 1) and states.is_new
+    assert begin(states, 0) and not states.is_new and states.current == 0
 
 
 def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
     """It is the oldest one without graphs, and the step that begins is in it."""
     states = States(1)
-    for fingerprint in range(65):
-        states.agree(states.local_state(0, fingerprint, 1))
+    begin(states, *range(65))
     assert states.has_many() and states.forget_oldest(keep=set(range(64))) == set()
     states.rename(100)
-    states.agree(states.local_state(0, 100, 1))
-    assert not states.is_new and states.current == 64
+    assert begin(states, 100) and not states.is_new and states.current == 64
 
 
 def test_a_state_has_no_name_of_before_other_modules_counted() -> None:
     """Bug: a layer's own forward that came back, once the layer had graphs again, was taken for none."""
     states = States(1)
-    states.agree(states.local_state(0, 7, 1))
+    begin(states, 7)
     states.rename(8)
-    states.agree(states.local_state(0, 8, 1))
-    assert states.current == 0 and states.of_call(7) == 1
-    states.agree(states.local_state(0, 7, 1))
-    assert states.current == 1
+    assert begin(states, 8) and states.current == 0 and states.of_call(7) == 1
+    assert begin(states, 7) and states.current == 1
 
 
 @pytest.mark.parametrize(("size", "run_alike"), [(1, True), (2, True), (2, False)])
 def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike: bool) -> None:
     """But ranks of other packs call in another order, and have to forget the same ones."""
     states = States(size, run_alike=run_alike)
-    for fingerprint in (7, 8):
-        states.agree(states.local_state(0, fingerprint, 1))
+    begin(states, 7, 8)
     assert states.of_call(7) == 0
     assert states.oldest_first() == ([1, 0] if run_alike else [0, 1])
 
@@ -295,7 +244,7 @@ def test_states_that_are_forgotten_are_new_when_they_come_back() -> None:
     """Each rank forgets its own names of them, too, or what it remembers would grow for ever."""
     states = States(1)
     for fingerprint in range(100):
-        states.agree(states.local_state(0, fingerprint, 1))
+        begin(states, fingerprint)
         states.forget_oldest(keep=set())
     first = states.local_state(0, 0, 1)
     assert first[2] == 101  # a number of its own again

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all op tests share: memory that starts as NaN."""
 
-import os
 import warnings
 
 import pytest
 import torch
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
 
 @pytest.fixture(scope="session", autouse=True)
