@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks are not installed
@@ -85,7 +86,7 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Measurement]:
+def measured(monkeypatch: MonkeyPatch, tmp_path: Path) -> Callable[[str], Measurement]:
     """Runs a benchmark whose processes and clocks answer at once; rivals refuse."""
 
     def answer(module: str, part: str, **how: Any) -> Any:
@@ -125,9 +126,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
 
 @pytest.mark.parametrize("name", command.NAMES)
-def test_every_committed_figure_is_still_measured_under_its_name(
-    measured: Callable[[str], Measurement], name: str
-) -> None:
+def test_every_committed_figure_is_still_measured(measured: Callable[[str], Measurement], name: str) -> None:
     measurement = measured(name)
     result = read_result(measurement.path)
     assert [*result.figures] == measurement.figures
@@ -162,7 +161,7 @@ def test_the_drawing_finds_its_figures() -> None:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def call(monkeypatch: MonkeyPatch) -> Callable[..., int]:
     """`python -m benchmarks` with some arguments, on a machine with a GPU; each benchmark has one figure."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("benchmarks.measuring.results.describe_environment", lambda: {})
@@ -177,7 +176,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_those_of_one_gpu(
-    call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    call: Callable[..., int], tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "all"))
     assert call() == 0
@@ -195,7 +194,7 @@ def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_
 
 
 def test_results_are_shown_and_an_unknown_name_and_a_machine_without_a_gpu_end_with_2(
-    call: Callable[..., int], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    call: Callable[..., int], capsys: Any, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "500")
@@ -222,9 +221,7 @@ def test_a_part_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.megatron
-def test_a_process_answers_with_what_its_part_does_or_why_it_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_answers_what_its_part_does_or_why_not(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     further = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{further}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where others use it, each takes half a minute to begin
@@ -270,9 +267,7 @@ def flat(steps: Sequence[Sequence[Pack]]) -> list[Pack]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_packs_of_a_case_are_the_same_every_time_and_some_are_over_its_capacity(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_of_a_case_are_the_same_and_some_over_capacity(case: Case, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(packs, "load_documents", cache(packs.load_documents))  # some 5,000 files
     steps = case.steps(104)
     assert [len(step) for step in steps] == [MICRO_BATCHES] * 104
@@ -336,7 +331,7 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
 @pytest.mark.megatron
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the models of a GPU take a GPU's time")
 @pytest.mark.filterwarnings("ignore")
-def test_eager_calls_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_calls_are_measured_on_a_cpu(monkeypatch: MonkeyPatch) -> None:
     for name in ("CALL_ROUNDS", "CALLS"):
         monkeypatch.setattr(costs, name, 2)
     options = ModelOptions(layers=2, hidden=32, heads=2, max_tokens=64)
@@ -362,9 +357,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def test_a_file_is_read_and_written_again_key_for_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_and_written_key_for_key(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     one, other = tmp_path / "one.json", tmp_path / "new" / "other.json"
     one.write_text(json.dumps(RECORD))
     result = read_result(one)
@@ -420,9 +413,7 @@ def test_nonsense_is_refused_by_file_and_key(tmp_path: Path, changes: dict[str, 
         read_result(path)
 
 
-def test_the_commit_says_when_the_tree_differed_but_for_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_says_if_more_than_results_differed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     root = tmp_path.resolve() / "checkout"
     (root / "benchmarks" / "results").mkdir(parents=True)
     (root / "code").write_text("1")
@@ -441,7 +432,7 @@ def test_the_commit_says_when_the_tree_differed_but_for_results(
     assert results.describe_environment()["commit"] == "exported"
 
 
-def test_the_environment_names_device_versions_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_device_versions_and_the_command(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/some/where/pytest", "--name", "two words"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     described = results.describe_environment()

@@ -45,9 +45,7 @@ def ends_uninstalled() -> Iterator[None]:
     megagraph.uninstall()
 
 
-def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_training_is_compared_with_one_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     packs, seeds = bits.canonical_packs, iter([3, 3, 4])  # other packs in mode `graph`, so that all differs
     monkeypatch.setattr(bits, "canonical_packs", lambda *args: packs(*args, seed=next(seeds)))
     case = bits.BitsCase(transformer_engine=False, steps=STEPS)

@@ -115,9 +115,7 @@ def test_an_empty_variable_is_an_unset_one() -> None:
     assert GraphConfig.from_env(variables(mode="", capacities="", report=""), base) == base
 
 
-def test_the_older_name_of_the_modules_is_taken_from_both_sources_and_not_beside_the_other(
-    tmp_path: Path,
-) -> None:
+def test_the_older_name_of_modules_is_taken_from_both_sources_not_beside_the_other(tmp_path: Path) -> None:
     toml = written("[megagraph]\ncuda_graph_scope = 'attn'", tmp_path)
     assert GraphConfig.from_toml(toml) == GraphConfig(cuda_graph_modules=("attn",))
     environ = variables(cuda_graph_scope="mlp")
@@ -202,9 +200,7 @@ A_TABLE = "capacities: expected a table of tokens, num_seqs, max_seqlen, got {'t
         ({"capacities": "64:4:63", "tail": "empty-dummy"}, "needs a max_seqlen of 64, got 63"),
     ],
 )
-def test_a_refused_value_is_named_with_its_option_in_python_and_with_its_source_elsewhere(
-    values: Mapping[str, Any], message: str
-) -> None:
+def test_a_refused_value_is_named_with_option_and_source(values: Mapping[str, Any], message: str) -> None:
     """Python's values were not checked: 2.5 warm-up steps and documents longer than a pack passed."""
     with pytest.raises(ValueError, match=rf"^run\.toml: .*{re.escape(message)}"):
         GraphConfig.from_mapping(values, source="run.toml")

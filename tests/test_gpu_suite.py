@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from ci_scripts import FOLDER, load
+from pytest import CaptureFixture, MonkeyPatch
 
 SCRIPT = FOLDER / "gpu"
 TESTS = """
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="is no part of the s
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def suite(monkeypatch: MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for a quicker start
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     module = load("gpu")
@@ -54,7 +55,7 @@ def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, gib: float = 8
 
 
 def test_what_passed_failed_and_did_not_run_is_told(
-    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    suite: ModuleType, tmp_path: Path, capsys: CaptureFixture[str]
 ) -> None:
     assert run(suite, tmp_path, one=TESTS, other="def test_passes(): pass", none="") == 1
     said = capsys.readouterr().out
@@ -74,7 +75,7 @@ def test_what_passed_failed_and_did_not_run_is_told(
 
 
 def test_a_part_that_is_stopped_is_a_failure_and_keeps_what_has_run(
-    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    suite: ModuleType, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.xml").write_text("<testsuites/>", encoding="utf-8")  # of an earlier run
     pid = tmp_path / "child"
@@ -125,7 +126,7 @@ class Pretended:
 
 @pytest.mark.parametrize(("gib", "beside"), [(80, ["one"]), (40, []), (10, [])])
 def test_parts_begin_when_their_memory_is_free(
-    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], gib: float, beside: list[str]
+    suite: ModuleType, tmp_path: Path, capsys: CaptureFixture[str], gib: float, beside: list[str]
 ) -> None:
     parts: list[Pretended] = []
     run_beside = []
@@ -151,9 +152,7 @@ def test_unknown_parts_are_an_error() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_gpu_nothing_runs(
-    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_nothing_runs(suite: ModuleType, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     with mock.patch.object(sys, "argv", [".ci/gpu", "--out", str(tmp_path / "out")]):
         assert suite.main() == 2
     assert "torch sees no GPU here" in capsys.readouterr().err

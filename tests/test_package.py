@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
 import megagraph
 from megagraph.cli import main
@@ -34,9 +35,7 @@ def with_number(version: str, place: int) -> str:
     return ".".join(numbers)
 
 
-def test_a_core_for_another_release_of_torch_names_both_and_how_one_was_built_is_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_core_for_another_torch_names_both_and_its_build_is_no_other(monkeypatch: MonkeyPatch) -> None:
     """Another patch release was let in, and its objects may be laid out in another way."""
     for place in (1, 2):
         built = with_number(INSTALLED, place)
@@ -61,7 +60,7 @@ def test_a_core_for_another_release_of_torch_names_both_and_how_one_was_built_is
     ids=["another major", "torch without CUDA", "same", "another minor", "CPU-only"],
 )
 def test_a_core_goes_with_its_cuda_major(
-    built: str | None, installed: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch
+    built: str | None, installed: str | None, message: str | None, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_info, "CUDA_VERSION", built)
     monkeypatch.setattr(torch.version, "cuda", installed)
@@ -69,14 +68,14 @@ def test_a_core_goes_with_its_cuda_major(
         megagraph._check_torch()
 
 
-def test_the_cuda_of_torch_is_known_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_of_torch_is_known_before_torch_is_imported(monkeypatch: MonkeyPatch) -> None:
     expected = torch.version.cuda
     monkeypatch.delitem(sys.modules, "torch")
     assert megagraph._cuda_of_torch() == expected
     assert "torch" not in sys.modules
 
 
-def test_the_public_names_are_listed_and_the_version_is_the_cores(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_public_names_are_listed_and_the_version_is_the_cores(capsys: CaptureFixture[str]) -> None:
     """`dir()` listed what the module imports and no public name; there was no version."""
     names = [name for name in dir(megagraph) if not name.startswith("__")]
     assert names == sorted(megagraph._HOME) and all(hasattr(megagraph, name) for name in names)
@@ -134,7 +133,7 @@ Build = Callable[[], SimpleNamespace]
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Build:
+def build(monkeypatch: MonkeyPatch) -> Build:
     """Runs setup.py as for a wheel, up to where setuptools begins."""
     setuptools = pytest.importorskip("setuptools")
     given: dict[str, Any] = {}
@@ -145,7 +144,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
 
 @pytest.mark.parametrize("has_nvcc", [False, True])
 def test_a_wheel_requires_the_torch_that_it_was_built_for_and_its_version_says_so(
-    build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_nvcc: bool
+    build: Build, monkeypatch: MonkeyPatch, tmp_path: Path, has_nvcc: bool
 ) -> None:
     """It required torch 2.11 or newer, of which one patch release loads; all builds had one file name."""
     release = INSTALLED.split("+")[0]
@@ -169,7 +168,7 @@ def test_a_wheel_requires_the_torch_that_it_was_built_for_and_its_version_says_s
         build()
 
 
-def test_what_a_build_lacks_is_said_in_one_sentence(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_build_lacks_is_said_in_one_sentence(build: Build, monkeypatch: MonkeyPatch) -> None:
     """`pip install .` said that no torch was found, and a missing compiler took 84 lines."""
     built = build()
     monkeypatch.setenv("CXX", "/nonexistent/c++ -m64")
@@ -186,7 +185,7 @@ def test_what_a_build_lacks_is_said_in_one_sentence(build: Build, monkeypatch: p
 # -- who speaks, and that it is heard ----------------------------------------------------------------
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+def lines(caplog: LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
@@ -203,9 +202,7 @@ def test_a_warning_is_seen_without_any_logging_set_up() -> None:
     assert done.stderr.splitlines() == ["megagraph: layer 3 stays eager"]
 
 
-def test_rank_0_says_everything_and_others_keep_to_labelled_warnings(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_keep_to_labelled_warnings(caplog: LogCaptureFixture, monkeypatch: MonkeyPatch) -> None:
     """Under torchrun every rank wrote every line, and none said whose it was."""
     caplog.set_level(logging.INFO, logger="megagraph")
     for number in ("0", "3"):
@@ -218,7 +215,7 @@ def test_rank_0_says_everything_and_others_keep_to_labelled_warnings(
     assert rank() == 0
 
 
-def test_inside_a_models_turn_its_name_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_inside_a_models_turn_its_name_comes_first(caplog: LogCaptureFixture) -> None:
     with about("GPTModel #2"):
         log.warning("stays eager")
     log.warning("outside")

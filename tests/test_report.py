@@ -17,6 +17,7 @@ from typing import Any
 import matplotlib
 import pytest
 from matplotlib import pyplot
+from pytest import CaptureFixture, MonkeyPatch
 from rich.console import Console
 
 from megagraph.cli import main
@@ -153,9 +154,7 @@ def test_scalars_are_plain_numbers_by_name() -> None:
 
 
 @pytest.mark.parametrize("reports", [[], [MODEL | {"of_a_later_version": 1}], [MODEL, IDLE]])
-def test_reading_gives_back_what_was_written_as_far_as_the_umask_lets(
-    tmp_path: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_what_was_written_is_read_as_the_umask_lets(tmp_path: Path, reports: list[dict[str, Any]]) -> None:
     """A report could be read by its owner alone, whatever the umask: mkstemp makes 0600."""
     path = tmp_path / "new" / "folder" / "report.json"
     outer = os.umask(0o022)
@@ -175,9 +174,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "report.json"
 
 
-def test_a_reader_sees_the_old_report_until_the_new_one_is_whole(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_see_the_old_report_until_the_new_is_whole(path: Path, monkeypatch: MonkeyPatch) -> None:
     replace, drafts = os.replace, []
 
     def look(draft: str, target: Path) -> None:
@@ -290,7 +287,7 @@ WRONG_VALUES: list[tuple[str, object]] = [
     ],
 )
 def test_a_malformed_report_is_named_with_what_was_expected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, message: str
+    tmp_path: Path, capsys: CaptureFixture[str], content: Any, message: str
 ) -> None:
     path = tmp_path / "report.json"
     if callable(content):
@@ -308,9 +305,7 @@ def test_a_malformed_report_is_named_with_what_was_expected(
 LEASES = {"stage 0": [[0, True, 1.0, 4.0], [1, False, 2.0, None]]}
 
 
-def test_leases_are_read_from_the_files_of_all_stages_and_the_one_with_wrong_leases_is_named(
-    tmp_path: Path,
-) -> None:
+def test_leases_are_read_from_the_files_of_all_stages_and_wrong_ones_are_named(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_report([MODEL], path, stages=3, leases=LEASES)
     write_report([MODEL], tmp_path / "run.stage2.json", leases={"stage 2": [[0, True, 5, 6]]})
@@ -341,9 +336,7 @@ def test_leases_of_another_kind_are_named_with_what_was_expected(tmp_path: Path,
         read_leases(path)
 
 
-def test_a_reader_that_has_gone_ends_a_command_in_silence_and_a_full_disk_with_a_sentence(
-    path: Path,
-) -> None:
+def test_a_reader_that_has_gone_ends_a_command_in_silence_and_a_full_disk_with_a_sentence(path: Path) -> None:
     """A BrokenPipeError with its traceback; Python's own exit code 120 without a word."""
     write_report([MODEL] * 500, path)  # more than a pipe holds
     gone, pipe = os.pipe()
@@ -355,7 +348,7 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence_and_a_full_disk_with_a
             assert done.returncode == code and done.stderr.startswith(said) and len(done.stderr) < 99
 
 
-def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     path, image = tmp_path / "run.json", tmp_path / "slots.svg"
     write_report([MODEL], path, leases=LEASES)
     assert main(["report", str(path), "--timeline", str(image)]) == 0
@@ -378,7 +371,7 @@ def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: pytest
     ids=["single slots", "wrong leases", "no ending", "no folder"],
 )
 def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], image: str, message: str
+    tmp_path: Path, capsys: CaptureFixture[str], more: dict[str, Any], image: str, message: str
 ) -> None:
     path = tmp_path / "run.json"
     write_report([MODEL], path, **more)
@@ -427,16 +420,14 @@ def test_each_slot_has_a_line_with_its_name_and_the_chunk_s(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, float]]]:
+def bars(monkeypatch: MonkeyPatch) -> list[list[tuple[float, float]]]:
     """What is drawn, by line and colour."""
     drawn: list[list[tuple[float, float]]] = []
     monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", lambda _axes, bars, *_, **__: drawn.append(bars))
     return drawn
 
 
-def test_what_all_chunks_have_recorded_is_drawn(
-    tmp_path: Path, bars: list[list[tuple[float, float]]]
-) -> None:
+def test_what_all_chunks_recorded_is_drawn(tmp_path: Path, bars: list[list[tuple[float, float]]]) -> None:
     """What was held when the report was written is held to the end; what ended at 0 is not."""
     often = [
         *(Lease(slot=0, grad=True, begin=begin, end=begin + 2) for begin in (-9.0, -2.0, -1.0, 4.0)),
@@ -456,9 +447,7 @@ def test_the_last_leases_are_drawn(tmp_path: Path, bars: list[list[tuple[float, 
     assert drawn == [*((place, 1.5) for place in range(31)), (31.0, 0.5)]
 
 
-def test_what_cannot_be_drawn_is_named_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_drawn_names_the_remedy(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no model chunk has had several slots"):
         draw_timeline({"GPTModel (stage 1)": []}, tmp_path / "slots.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

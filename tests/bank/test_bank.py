@@ -40,9 +40,7 @@ def test_many_steps_with_changing_inputs_and_weights_have_the_same_bits(device: 
     ],
     ids=["bfloat16", "float64", "other widths", "without work"],
 )
-def test_layers_of_any_dtype_and_width_have_the_same_bits(
-    device: str, layers: list[nn.Module], dtype: torch.dtype
-) -> None:
+def test_any_dtype_and_width_has_same_bits(device: str, layers: list[nn.Module], dtype: torch.dtype) -> None:
     copies = copy.deepcopy(nn.ModuleList(layers)).to(dtype)
     pair = Pair(device, list(copies)).capture(variant(dtype=dtype))
     for _ in range(3):

@@ -139,9 +139,7 @@ def test_a_verification_leaves_every_stream_where_it_was(device: str, training: 
 
 
 @pytest.mark.parametrize("graph_safe", [True, False])
-def test_a_tracker_of_generators_is_captured_and_one_of_saved_states_leaves_its_site_eager(
-    device: str, graph_safe: bool
-) -> None:
+def test_generators_are_captured_and_saved_states_leave_a_site_eager(device: str, graph_safe: bool) -> None:
     tracker = Tracker(device, graph_safe=graph_safe)
     pair = Pair(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[lambda: tracker]).capture()
     assert pair.bank.eager_sites == ({} if graph_safe else {1: EagerReason.RNG_NOT_GRAPH_SAFE})

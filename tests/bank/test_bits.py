@@ -113,7 +113,7 @@ def is_never_like(run: Callable[[], Tensor]) -> bool:
 @pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (-1, 16), (-1, 3, 1), (-1,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", SCALES, ids=["even", "rows", "columns"])
-def test_one_run_more_is_not_taken_for_another_kernel(
+def test_one_run_more_is_no_other_kernel(
     scale: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: str
 ) -> None:
     def run() -> Tensor:
@@ -135,7 +135,7 @@ def test_rows_that_each_run_rounds_otherwise_are_hardly_ever_an_alarm() -> None:
 @pytest.mark.parametrize("row", [1, 5, 15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [0.0, 1.1])
-def test_a_small_row_beside_a_noisy_one_may_not_be_wrong(
+def test_small_rows_beside_noise_must_be_right(
     row: int, dtype: torch.dtype, factor: float, device: str
 ) -> None:
     """Bug: the noise of the largest entries excused whatever small ones were."""

@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from megagraph import _C
 from megagraph.decide.reasons import EagerReason
 
+Forward = Callable[[Tensor], Tensor]
+Use = Callable[[Tensor, Tensor], Tensor]
+
 
 @pytest.mark.parametrize("of_a_module", [False, True])
 def test_a_frozen_tensor_from_elsewhere_is_read_with_eagers_bits(device: str, of_a_module: bool) -> None:
@@ -51,7 +54,7 @@ def _freed(held: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("change", [_dropped, _moved, _freed])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_tensor_that_was_dropped_or_moved_is_noticed(
+def test_a_dropped_or_moved_tensor_is_noticed(
     device: str, change: Callable[[list[Tensor]], None], in_backward: bool
 ) -> None:
     """Bug: nothing watched it, so that replays went on reading what was there before."""
@@ -153,7 +156,7 @@ def _by_hand(hidden: Tensor, weight: Tensor) -> Tensor:
     return _Hidden.forward(contextlib.nullcontext(), hidden, weight)
 
 
-USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+USES: dict[str, Use] = {
     "an op": lambda hidden, weight: hidden * weight,
     "a function of autograd": _Hidden.apply,
     "a re-entrant checkpoint": lambda hidden, weight: checkpoint(
@@ -168,9 +171,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("has_grad", [False, True])
 @pytest.mark.parametrize("how", USES)
-def test_a_borrowed_parameter_is_refused_by_name_and_keeps_its_gradient(
-    device: str, how: str, has_grad: bool
-) -> None:
+def test_a_borrowed_parameter_is_refused_and_its_gradient_kept(device: str, how: str, has_grad: bool) -> None:
     """Bug: a re-entrant checkpoint hid it, and left the gradient of the warm-up's random input in it."""
     adapter = nn.LayerNorm(WIDTH, device=device)
     weight: Tensor = adapter.weight
@@ -201,9 +202,7 @@ def _leaf_of_data(hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [_leaf_of_input, _leaf_of_its_own, _leaf_of_data])
-def test_a_leaf_that_a_forward_makes_is_no_borrowed_parameter(
-    device: str, forward: Callable[[Tensor], Tensor]
-) -> None:
+def test_a_leaf_of_a_forward_is_no_borrowed_parameter(device: str, forward: Forward) -> None:
     """Bug: any leaf behind the outputs was taken for one, and left the layer eager."""
     pair = Pair(device, [Block(), Applies(forward), Block()]).capture()
     assert pair.bank.failures == []
@@ -217,9 +216,7 @@ def _without_gradients(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [_without_gradients, lambda hidden, weight: hidden * weight.detach()])
-def test_a_parameter_that_gets_no_gradient_is_memory_like_any_other(
-    device: str, use: Callable[[Tensor, Tensor], Tensor]
-) -> None:
+def test_a_parameter_without_a_gradient_is_memory(device: str, use: Use) -> None:
     adapter = nn.LayerNorm(WIDTH, device=device)
     pair = Pair(device, [Block(), Applies(lambda hidden: use(hidden, adapter.weight))]).capture()
     assert pair.bank.failures == [] and kept(pair) == [0, 1]
@@ -274,7 +271,7 @@ class FusedLinear(nn.Module):
 
 
 @pytest.mark.parametrize("zeroes_out", [False, True])
-def test_gradients_that_a_fused_layer_has_added_are_not_added_again_unless_it_zeroes_them_out(
+def test_gradients_of_fused_layers_are_added_once_unless_they_zero_them(
     device: str, zeroes_out: bool
 ) -> None:
     """Megatron's hook adds what such a layer hands on, although it has added the gradient itself."""
@@ -320,9 +317,7 @@ class Twice(PartlyRecomputed):
 
 
 @pytest.mark.parametrize(("kind", "main_grad"), [(Twice, False), (PartlyRecomputed, True)])
-def test_one_part_and_several_in_main_grad_are_added_up(
-    device: str, kind: type[nn.Module], main_grad: bool
-) -> None:
+def test_one_part_and_main_grads_are_added_up(device: str, kind: type[nn.Module], main_grad: bool) -> None:
     pair = Pair(device, [Block(), kind(), Block()], main_grad=main_grad).capture()
     assert pair.bank.failures == []
     pair.replay_steps(3)

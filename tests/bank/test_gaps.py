@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Block, Pair, blocks, new_bank, unowned, variant
+from pytest import MonkeyPatch
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -165,9 +166,7 @@ def test_micro_batches_in_flight_in_the_order_of_a_pipeline(device: str) -> None
 
 
 @pytest.mark.parametrize("place", ["route", "apply_experts", "finish"])
-def test_after_an_error_anywhere_the_next_step_is_right(
-    device: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_any_error_the_next_step_is_right(device: str, place: str, monkeypatch: MonkeyPatch) -> None:
     """In what stays eager, and in sites while they are captured."""
     raises_now = False
     original = getattr(Router, place)

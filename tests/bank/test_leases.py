@@ -47,9 +47,7 @@ def replaced(out: Tensor) -> None:
 
 
 @pytest.mark.parametrize("deallocate", [emptied, replaced])
-def test_deallocating_an_output_frees_the_slot_and_not_the_buffer(
-    pair: Pair, deallocate: Callable[[Tensor], None]
-) -> None:
+def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, deallocate: Callable[[Tensor], None]) -> None:
     """As Megatron's pipeline does between forward and backward. A shallow copy freed the buffer."""
     for _ in range(3):
         micro_batch = pair.forward()
@@ -146,9 +144,7 @@ def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str,
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-def test_autograd_grad_has_the_same_bits_that_no_later_backward_overwrites(
-    device: str, main_grad: bool
-) -> None:
+def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str, main_grad: bool) -> None:
     """Bug: of parameters the graph's own buffer was handed out."""
     pair = Pair(device, blocks(), main_grad=main_grad, num_slots=2).capture()
     params = [

@@ -16,6 +16,7 @@ from megagraph.bank.sites import EagerPart
 from megagraph.decide.reasons import EagerReason
 
 State = _C.BankState
+Change = Callable[[Tensor], Tensor]
 
 ALLOWED = {(State.WARM_UP, State.CAPTURING), (State.CAPTURING, State.SEALED), (State.SEALED, State.CAPTURING)}
 PATHS = {
@@ -161,7 +162,7 @@ def test_what_no_caller_may_do_is_an_error(device: str) -> None:
     assert bank.counters()["calls"] == 0
 
 
-REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+REFUSED: dict[str, Change] = {
     # No wider than the buffer: staged in spite of its dtype, it would overrun nothing, and show here.
     "dtype": lambda x: x.half(),
     "dtype of the same size": lambda x: x.to(torch.int32),
@@ -175,9 +176,7 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED.keys())
-def test_an_input_of_another_signature_is_refused_before_any_state_changes(
-    pair: Pair, change: Callable[[Tensor], Tensor]
-) -> None:
+def test_an_input_of_another_signature_changes_no_state(pair: Pair, change: Change) -> None:
     with pair.bank.micro_batch("train") as reason:
         assert reason is None
         held = pair.bank.holders()
@@ -294,9 +293,7 @@ def test_an_eager_op_between_two_sites_changes_no_bit(device: str) -> None:
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_a_second_pass_in_a_micro_batch_leaves_the_output_of_the_first_alone(
-    device: str, detach: bool
-) -> None:
+def test_a_second_pass_in_a_micro_batch_leaves_the_first_output_alone(device: str, detach: bool) -> None:
     """Once the site was not live any more, its held output was overwritten."""
     pair = Pair(device, blocks(1)).capture()
     site = pair.bank.sites[0]

@@ -205,9 +205,7 @@ DERIVED: dict[str, tuple[Arguments, str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "name"), DERIVED.values(), ids=DERIVED.keys())
-def test_an_argument_that_was_computed_from_metadata_is_an_error(
-    device: str, arguments: Arguments, name: str
-) -> None:
+def test_an_argument_computed_from_metadata_is_an_error(device: str, arguments: Arguments, name: str) -> None:
     """It kept the example's value in every replay, and its memory was freed after the capture."""
     with pytest.raises(
         ValueError, match=rf"argument {name} is computed from the content of a metadata buffer"
@@ -272,9 +270,7 @@ def test_constants_live_as_long_as_the_graphs_that_read_them(device: str) -> Non
 
 
 @pytest.mark.parametrize("eager_sites", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
-def test_modules_of_a_pack_that_run_eager_have_the_bits_of_their_graphs(
-    device: str, eager_sites: tuple[int, ...]
-) -> None:
+def test_modules_of_a_pack_have_the_same_bits_if_eager(device: str, eager_sites: tuple[int, ...]) -> None:
     """They were called without arguments, on the rows as given."""
     pair = PackPair(device, num_slots=2)
     for index in eager_sites:
@@ -292,9 +288,7 @@ def test_modules_of_a_pack_that_run_eager_have_the_bits_of_their_graphs(
 
 
 @pytest.mark.parametrize("has_end", [True, False], ids=["a pack", "no pack"])
-def test_an_input_that_no_graph_takes_has_the_arguments_and_rows_of_its_variant(
-    device: str, has_end: bool
-) -> None:
+def test_an_input_that_no_graph_takes_has_its_variants_arguments_and_rows(device: str, has_end: bool) -> None:
     """An argument's default took the place of the variant's, without a word."""
 
     class Scales(nn.Module):

@@ -18,6 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 
+Run = Callable[[Tensor], Tensor]
+Derive = Callable[[Run, Tensor], Tensor]
+Around = Callable[[Any], AbstractContextManager[Any]]
+
 
 class Named(torch.Tensor):
     """A subclass without a dispatch of its own."""
@@ -27,9 +31,7 @@ class Named(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "num_eager"), [(lambda hidden: hidden.as_subclass(Named), 3), (torch._neg_view, 1)]
 )
-def test_tensors_that_are_not_plain_run_eager(
-    device: str, make: Callable[[Tensor], Tensor], num_eager: int
-) -> None:
+def test_tensors_that_are_not_plain_run_eager(device: str, make: Run, num_eager: int) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     hidden = make(pair.input())
     with torch.no_grad(), pair.bank.micro_batch("train"):
@@ -52,22 +54,20 @@ def test_a_fake_tensor_runs_eager(device: str) -> None:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
 
 
-def _tangent(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+def _tangent(run: Run, hidden: Tensor) -> Tensor:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
         found: Tensor = forward_ad.unpack_dual(run(dual)).tangent
         return found
 
 
-def _transformed(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+def _transformed(run: Run, hidden: Tensor) -> Tensor:
     found: Tensor = torch.func.grad(lambda given: run(given).sum())(hidden)
     return found
 
 
 @pytest.mark.parametrize("derivative", [_tangent, _transformed])
-def test_derivatives_of_other_modes_are_those_of_eager(
-    pair: Pair, derivative: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-) -> None:
+def test_derivatives_of_other_modes_are_those_of_eager(pair: Pair, derivative: Derive) -> None:
     def under_the_bank(given: Tensor) -> Tensor:
         with pair.bank.micro_batch("train"):
             return pair.bank(given)
@@ -300,7 +300,7 @@ def _both_backwards(pair: Pair, write: Callable[[Tensor, Tensor], object]) -> li
     ids=["a saved output", "an output", "an input"],
 )
 def test_a_write_is_the_error_that_it_is_in_eager(
-    device: str, last: Callable[[Tensor], Tensor], write: Callable[[Tensor, Tensor], object], error: str
+    device: str, last: Run, write: Callable[[Tensor, Tensor], object], error: str
 ) -> None:
     pair = Pair(device, [Block(), nn.Sequential(Block(), Applies(last))]).capture()
     assert _both_backwards(pair, write) == [error, error]
@@ -343,18 +343,11 @@ def pair_of(ranks: Ranks, **options: Any) -> Pair:
     return Pair("cpu", blocks(), main_grad=True, **told).capture()
 
 
-def hooks() -> contextlib.AbstractContextManager[Any]:
+def hooks() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
 
 
-@contextlib.contextmanager
-def precise() -> Any:
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision("highest")
-
-
-@contextlib.contextmanager
+@contextmanager
 def stray_gradient(param: Any) -> Any:
     param.grad = torch.zeros_like(param)
     yield
@@ -367,13 +360,14 @@ def stray_gradient(param: Any) -> Any:
     [
         (lambda _param: CountsOps(), "SIGNATURE_CHANGED: a dispatch mode"),
         (lambda _param: hooks(), "RECOMPUTING: saved-tensor hooks"),
-        (lambda _param: precise(), "NUMERICS_CHANGED: float32 matmul precision"),
+        (
+            lambda _param: SETTINGS["float32 matmul precision"]("cpu"),
+            "NUMERICS_CHANGED: float32 matmul precision",
+        ),
         (stray_gradient, "PARAMETERS_CHANGED"),
     ],
 )
-def test_what_is_around_a_micro_batch(
-    around: Callable[[Any], contextlib.AbstractContextManager[Any]], why: str, are_alike: bool
-) -> None:
+def test_what_is_around_a_micro_batch(around: Around, why: str, are_alike: bool) -> None:
     ranks = Ranks(are_alike=are_alike)
     pair = pair_of(ranks)
     reason = EagerReason[why.partition(":")[0]]

@@ -81,7 +81,7 @@ def assert_right(verified: Verification) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("main_grads", [True, False])
-def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
+def test_right_graphs_differ_in_nothing_and_leave_nothing(
     device: str, training: bool, main_grads: bool
 ) -> None:
     layers = [layer.to(device) for layer in [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)]]
@@ -147,9 +147,7 @@ def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(dev
 
 
 @pytest.mark.parametrize(("factor", "differs"), [(3.0, False), (9.0, True)])
-def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(
-    device: str, factor: float, differs: bool
-) -> None:
+def test_what_seldom_differs_from_itself_runs_again(device: str, factor: float, differs: bool) -> None:
     runs = itertools.count()
 
     def rarely(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -402,7 +400,7 @@ def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 2])
 @pytest.mark.parametrize("eager_at", [{0}, {1}, {0, 1, 2}, {3}])
-def test_every_site_is_verified_wherever_something_eager_lies(
+def test_sites_are_verified_beside_eager_parts(
     device: str, rows: int, eager_at: set[int], training: bool
 ) -> None:
     """Bug: behind something eager, only micro-batches that filled the capacity were compared at all."""
@@ -460,7 +458,7 @@ NAMES = {"buffer": "buffer counted", "attribute": "attribute kept", "state": "fu
 @pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("where", NAMES)
-def test_what_calls_write_is_compared_and_put_back(
+def test_what_calls_write_is_compared_and_reset(
     device: str, where: str, training: bool, in_graph: bool
 ) -> None:
     """Bug: it was never compared; and a plain attribute had counted every run afterwards."""

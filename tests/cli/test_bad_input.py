@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch, TempPathFactory
 
 import megagraph
 from megagraph.cli import main
@@ -98,7 +99,7 @@ def cases(text: str) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Path]:
     """Where the commands run, which leave it as it is and install nothing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -121,7 +122,7 @@ def snapshot(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(capsys: CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command, which must end with 2 and one line on standard error alone. Returns it."""
 
     def run(*words: str) -> str:
@@ -143,9 +144,7 @@ def test_of_the_command_line(refused: Callable[..., str], typed: str, said: str)
 
 
 @pytest.mark.parametrize(("typed", "said"), cases(VARIABLES))
-def test_of_variables(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, typed: str, said: str
-) -> None:
+def test_of_variables(refused: Callable[..., str], monkeypatch: MonkeyPatch, typed: str, said: str) -> None:
     name, _, value = typed.partition("=")
     monkeypatch.setenv(f"MEGAGRAPH_{name}", value)
     assert refused("run", "script.py").startswith(f"megagraph run: environment: {said}")
@@ -153,7 +152,7 @@ def test_of_variables(
 
 @pytest.mark.parametrize(("typed", "said"), cases(TOML))
 def test_of_a_file(
-    refused: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, typed: str, said: str
+    refused: Callable[..., str], tmp_path_factory: TempPathFactory, typed: str, said: str
 ) -> None:
     path = tmp_path_factory.mktemp("config") / "bad.toml"
     path.write_text(f"[megagraph]\n{typed}\n")

@@ -85,9 +85,7 @@ def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Changes:
 
 
 @pytest.mark.parametrize("kind", ["default", "tokens", "length"])
-def test_documents_of_every_kind_train_bit_equal_through_replays(
-    compare: Compare, files: Files, kind: str
-) -> None:
+def test_documents_of_any_kind_train_bit_equal_in_replays(compare: Compare, files: Files, kind: str) -> None:
     comparison = compare(*source(kind, files), "--max-packed-seqs", "8", "32")
     assert comparison.bitwise_equal
     assert (comparison.steps, comparison.calls) == (STEPS, CALLS)
@@ -95,9 +93,7 @@ def test_documents_of_every_kind_train_bit_equal_through_replays(
     assert comparison.replays == CALLS - LAYERS
 
 
-def test_without_capacities_they_are_learned_in_the_warm_up(
-    compare: Compare, files: Files, capsys: Capture
-) -> None:
+def test_without_capacities_the_warm_up_learns_them(compare: Compare, files: Files, capsys: Capture) -> None:
     comparison = compare(*source("text", files), warmup_steps="3")
     assert comparison.bitwise_equal and comparison.replays > 0
     assert comparison.eager["WARMING_UP"] == 3 * LAYERS

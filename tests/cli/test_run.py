@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 from run_scripts import TRAINING, WITNESS, Files
 
 from megagraph.cli import main
@@ -58,7 +59,7 @@ CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PAC
 )
 def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_after_it(
     files: Files,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
     has_file: bool,
     variables: dict[str, str],
     expected: dict[str, Any] | None,
@@ -72,9 +73,7 @@ def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_a
 
 
 @pytest.mark.megatron
-def test_modules_beside_the_script_go_before_those_of_the_working_folder(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_beside_the_script_precede_the_working_folder(files: Files, monkeypatch: MonkeyPatch) -> None:
     (files.folder / "helper_of_a_script.py").write_text("WHERE = 'working folder'")
     files.script("WHERE = 'beside the script'", "helper_of_a_script.py")
     path = files.script(
@@ -117,9 +116,7 @@ def test_how_the_script_ends_comes_through_with_the_report_written(files: Files,
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("end", ["raise RuntimeError('its own')", "import gc; gc.collect()"])
-def test_a_training_replays_and_its_report_is_shown_and_read(
-    files: Files, capsys: pytest.CaptureFixture[str], end: str
-) -> None:
+def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixture[str], end: str) -> None:
     report = files.folder / "report.json"
     arguments = ["--config", files.toml(report=report), files.script(TRAINING), "5", end]
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -147,9 +144,7 @@ def test_a_training_replays_and_its_report_is_shown_and_read(
     assert json.loads(written.read_text()) == document
 
 
-def test_the_module_shows_its_commands_without_megatron_and_ends_as_they_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_module_shows_its_commands_without_megatron(capsys: CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     said = capsys.readouterr().out
@@ -169,7 +164,7 @@ def test_the_module_shows_its_commands_without_megatron_and_ends_as_they_do(
 @pytest.mark.megatron
 @pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')"])
 def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
-    files: Files, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, end: str
+    files: Files, capsys: CaptureFixture[str], caplog: LogCaptureFixture, end: str
 ) -> None:
     """A folder that was gone at the end turned a finished run into exit code 1, without the report."""
     report = files.folder / "reports" / "report.json"

@@ -20,6 +20,7 @@ from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason
 
 DIMENSIONS = ("tokens", "num_seqs", "max_seqlen")
+Bank = dict[int, tuple[Capacity, ...]]
 # Few values, so that packs fit, exceed and equal capacities about as often.
 numbers = st.integers(1, 4)
 capacities = st.builds(Capacity, tokens=numbers, num_seqs=numbers, max_seqlen=numbers)
@@ -99,7 +100,7 @@ def blame_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> EagerReason
 
 @given(shape=shapes, bank=banks)
 def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_capacity(
-    shape: PackShape, bank: dict[int, tuple[Capacity, ...]]
+    shape: PackShape, bank: Bank
 ) -> None:
     assert decide(None, bank) is EagerReason.NO_PACK_METADATA
     group = bank.get(shape.cp_size, ())
@@ -118,9 +119,7 @@ def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_cap
 
 
 @given(shape=shapes, bank=banks, extra_seqs=st.integers(1, 2))
-def test_documents_of_the_tail_take_places_of_a_capacity(
-    shape: PackShape, bank: dict[int, tuple[Capacity, ...]], extra_seqs: int
-) -> None:
+def test_documents_of_the_tail_take_places(shape: PackShape, bank: Bank, extra_seqs: int) -> None:
     with_tail = shape.replace(num_seqs=shape.num_seqs + extra_seqs)
     assert decide(shape, bank, extra_seqs=extra_seqs) == decide(with_tail, bank)
 

@@ -131,9 +131,7 @@ def test_most_packs_get_a_capacity_of_their_own() -> None:
 
 
 @given(st.lists(st.lists(shapes, max_size=20), min_size=1, max_size=4), st.sampled_from([0, 1]))
-def test_the_largest_of_each_number_holds_what_any_rank_has_observed(
-    observed: list[list[PackShape]], extra_seqs: int
-) -> None:
+def test_the_largest_numbers_hold_what_any_rank_met(observed: list[list[PackShape]], extra_seqs: int) -> None:
     """Also where one has observed nothing."""
     packs = [shape for of_rank in observed for shape in of_rank]
     needs = [needs_of(of_rank, extra_seqs) for of_rank in observed]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import MonkeyPatch, TempPathFactory
 
 from megagraph.demo.documents import Document, DocumentError, load_documents
 from megagraph.demo.lengths import lognormal_lengths
@@ -50,9 +51,7 @@ def refuses(path: Path | None, message: str, **options: Any) -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=8))
-def test_any_text_comes_back_byte_for_byte(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
-) -> None:
+def test_any_text_comes_back_byte_for_byte(tmp_path_factory: TempPathFactory, texts: list[str]) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("rows"), *({"text": text} for text in texts))
     documents = load_documents(path)
     assert [bytes(tokens).decode() for tokens in contents(documents)] == texts
@@ -78,7 +77,7 @@ def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
         (b'{"text": "a"}\r\n{"text": "b"}', [[97], [98]]),  # the last line needs no newline
     ],
 )
-def test_text_goes_before_tokens_and_these_before_a_length(
+def test_text_precedes_tokens_and_they_lengths(
     tmp_path: Path, lines: bytes, expected: list[list[int]]
 ) -> None:
     path = tmp_path / "docs.JSONL"
@@ -87,7 +86,7 @@ def test_text_goes_before_tokens_and_these_before_a_length(
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def library(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """A folder in place of that of Python's own library."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     return tmp_path

@@ -84,9 +84,7 @@ NO_GROUP = "expected a pg_collection with the context-parallel group of context_
         ),
     ],
 )
-def test_what_it_lacks_is_refused_by_name(
-    of_config: dict[str, Any], of_call: dict[str, Any], message: str
-) -> None:
+def test_what_it_lacks_is_refused(of_config: dict[str, Any], of_call: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^VarlenAttention: {message}$"):
         attention(config=config(**of_config), **of_call)
 
@@ -126,9 +124,7 @@ def test_what_a_call_may_not_ask_for_is_refused() -> None:
     ("of_config", "layer", "expected"),
     [("a2a", 3, "a2a"), (["all_gather", "a2a"], 1, "all_gather"), (["all_gather", "a2a"], 2, "a2a")],
 )
-def test_where_packs_say_who_shares_them_the_config_says_how(
-    of_config: Any, layer: int, expected: str
-) -> None:
+def test_if_packs_say_who_shares_them_the_config_says_how(of_config: Any, layer: int, expected: str) -> None:
     """Megatron hands layers no `cp_comm_type` where context_parallel_size is 1."""
     module = attention(config=config(cp_comm_type=of_config), layer_number=layer)
     assert module.cp_comm_type == expected

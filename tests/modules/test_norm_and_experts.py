@@ -57,9 +57,7 @@ def results(norm: nn.Module, hidden_states: Tensor) -> list[Tensor]:
 @each_kind
 @each_dtype
 @pytest.mark.parametrize("shape", [(7, 1, HIDDEN), (5, 4, 3, HIDDEN), (0, 1, HIDDEN)], ids=str)
-def test_it_has_the_bits_of_torchs_norm(
-    normalization: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_it_has_torchs_bits(normalization: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     ours, theirs = pair(normalization, dtype)
     hidden_states = 3 * torch.randn(shape, device=DEVICE, dtype=dtype) + 1
     assert_same_bits(results(ours, hidden_states), results(theirs, hidden_states))

@@ -24,6 +24,7 @@ from megagraph.packs.rope import Rotation, rope_mla
 CORE = torch.ops.megagraph
 ATTENTION = {"cpu": torch.float32, "cuda": torch.bfloat16}  # what there is attention for
 int32 = torch.int32
+Given = dict[str, Any]
 
 
 def some(*shape: int) -> Tensor:
@@ -39,7 +40,7 @@ OFFSETS = offsets([4, 0, 3])
 ROPE = {**both_tables(8, 8), "cu_seqlens_padded": OFFSETS}
 WHOLE, SHARED = {"cu_seqlens_padded": offsets([8]), "total_tokens": 8, "cp_size": 2}, offsets([8, 0, 16])
 # Of every op, arguments that fit.
-FITTING: dict[str, dict[str, Any]] = {
+FITTING: dict[str, Given] = {
     "pad_cu_seqlens": {"cu_seqlens": OFFSETS, "capacity": 8},
     "thd_partition_indices": {**WHOLE, "cp_rank": 0},
     "thd_gathered_rows": WHOLE,
@@ -55,7 +56,7 @@ FITTING: dict[str, dict[str, Any]] = {
         **{"cu_seqlens_k": offsets([4, 0, 5]), "max_seqlen_k": 8},  # no tail: softmax_lse is undefined there
     },
 }
-MORE: list[tuple[str, dict[str, Any]]] = [
+MORE: list[tuple[str, Given]] = [
     *((op, {}) for op in FITTING),
     ("pad_cu_seqlens", {"end": 9}),
     ("thd_partition_indices", {"cp_size": 1}),
@@ -79,7 +80,7 @@ def moved(value: Any, device: str, dtype: torch.dtype) -> Any:
     return kept.copy_(value)  # `to()` would make a dense one of it
 
 
-def arguments(op: str, change: dict[str, Any], device: str) -> dict[str, Any]:
+def arguments(op: str, change: Given, device: str) -> Given:
     """What fits but for a change."""
     dtype = ATTENTION[device] if op.startswith("varlen_attention") else torch.float32
     return {name: moved(it, device, dtype) for name, it in {**FITTING[op], **change}.items()}
@@ -87,7 +88,7 @@ def arguments(op: str, change: dict[str, Any], device: str) -> dict[str, Any]:
 
 # -- refusals ------------------------------------------------------------------------------------
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED: list[tuple[str, Given, str]] = [
     ("pad_cu_seqlens", {"capacity": 2}, "the pack holds 3 documents, more than the capacity of 2"),
     ("pad_cu_seqlens", {"cu_seqlens": zeros(2, 3, dtype=int32)}, r"must be 1-D with .* shape \[2, 3\]"),
     ("pad_cu_seqlens", {"cu_seqlens": zeros(0, dtype=int32)}, r"with at least one entry, got shape \[0\]"),
@@ -157,9 +158,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("op", "change", "message"), REFUSED, ids=[str(at) for at in range(len(REFUSED))])
-def test_arguments_that_do_not_fit_are_refused(
-    device: str, op: str, change: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_do_not_fit_are_refused(device: str, op: str, change: Given, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(CORE, op)(**arguments(op, change, device))
 
@@ -198,8 +197,8 @@ LONG = "row 4 has position 4, past the 4 positions of the tables"
         ("varlen_attention", [1, 4], {}, NO_START),
     ],
 )
-def test_offsets_that_do_not_fit_are_refused_on_the_cpu(
-    op: str, ends: list[int], change: dict[str, Any], message: str
+def test_offsets_that_misfit_are_refused_on_a_cpu(
+    op: str, ends: list[int], change: Given, message: str
 ) -> None:
     """On a GPU they stay on the device, unread."""
     names = [name for name in FITTING[op] if name.startswith("cu_seqlens")]
@@ -243,7 +242,7 @@ def test_added_offsets_repeat_the_last_one_or_the_physical_end(
 # Of torch 2.15: it reads .grad of the copies that it makes of our tensors, and is told off by torch.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("op", "change"), MORE, ids=[f"{op}{at}" for at, (op, _) in enumerate(MORE)])
-def test_opcheck(device: str, op: str, change: dict[str, Any]) -> None:
+def test_opcheck(device: str, op: str, change: Given) -> None:
     given = arguments(op, change, device)
     for leaf in (given[name] for name in LEAVES.get(op, [])):
         for tensor in leaf if isinstance(leaf, list) else [leaf]:
@@ -458,7 +457,7 @@ PACKS = {
 
 @settings(max_examples=60)
 @given(**PACKS)
-def test_gathered_rows_and_rows_of_documents_are_mapped_both_ways(
+def test_gathered_rows_are_mapped_to_and_fro(
     device: str, cp_size: int, units: list[int], tail_units: int
 ) -> None:
     lengths, tail = [unit * 2 * cp_size for unit in units], tail_units * cp_size
@@ -473,9 +472,7 @@ def test_gathered_rows_and_rows_of_documents_are_mapped_both_ways(
 
 @settings(max_examples=60)
 @given(**PACKS)
-def test_each_chunk_sees_its_document_up_to_its_end(
-    device: str, cp_size: int, units: list[int], tail_units: int
-) -> None:
+def test_each_chunk_sees_up_to_its_end(device: str, cp_size: int, units: list[int], tail_units: int) -> None:
     lengths, tail = [unit * 2 * cp_size for unit in units], tail_units * 2 * cp_size
     total = sum(lengths) + tail
     gathered = [row for rank in range(cp_size) for row in zigzag(lengths, tail, cp_size, rank)]

@@ -20,6 +20,8 @@ from megagraph.packs.ops import TailConvention
 HIDDEN, EMPTY_DUMMY = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)
 CAPACITY = Capacity(tokens=64, num_seqs=8, max_seqlen=64)
+Given = tuple[Tensor, Tensor | None]
+Rows = dict[str, list[int]]
 
 
 def form_of(pack: Any) -> PackForm:
@@ -29,7 +31,7 @@ def form_of(pack: Any) -> PackForm:
 
 
 @st.composite
-def packs(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
+def packs(draw: st.DrawFn) -> Given:
     """Actual and perhaps padded offsets of up to five documents, empty ones included."""
     lengths = draw(st.lists(st.integers(0, 5), max_size=5))
     if draw(st.booleans()):
@@ -131,7 +133,7 @@ def test_what_is_no_pack_has_no_shape(pack: Any) -> None:
 # -- tail conventions ----------------------------------------------------------------------------
 
 
-def buffers_of(
+def specs_of(
     tail: TailConvention, tokens: int, num_seqs: int, *, has_padded: bool
 ) -> dict[str, _C.MetadataSpec]:
     """The offsets that graphs have a buffer for."""
@@ -147,16 +149,16 @@ def buffers_of(
 
 def canonical(
     actual: Tensor, padded: Tensor | None, tail: TailConvention, tokens: int, num_seqs: int
-) -> dict[str, list[int]]:
+) -> Rows:
     sources = [given for given in (actual, padded) if given is not None]
-    buffers = buffers_of(tail, tokens, num_seqs, has_padded=padded is not None)
+    buffers = specs_of(tail, tokens, num_seqs, has_padded=padded is not None)
     return {name: spec.content(spec.buffer(), sources, 0).tolist() for name, spec in buffers.items()}
 
 
 @tails
 @given(pack=packs(), tail_rows=st.integers(0, 9), spare=st.integers(0, 3))
 def test_canonical_offsets_say_what_the_convention_says(
-    tail: TailConvention, pack: tuple[Tensor, Tensor | None], tail_rows: int, spare: int
+    tail: TailConvention, pack: Given, tail_rows: int, spare: int
 ) -> None:
     """Each row of the table: what the actual and what the padded offsets hold past the last document."""
     actual, padded = (None if given is None else given.tolist() for given in pack)
@@ -177,11 +179,9 @@ def test_canonical_offsets_say_what_the_convention_says(
 # -- the same in staging -------------------------------------------------------------------------
 
 
-def staged(
-    packs: Sequence[tuple[Tensor, Tensor | None]], tail: TailConvention, tokens: int, num_seqs: int
-) -> list[dict[str, list[int]]]:
+def staged(packs: Sequence[Given], tail: TailConvention, tokens: int, num_seqs: int) -> list[Rows]:
     """What a replayed site finds in its arguments, for one micro-batch after the other."""
-    seen: list[dict[str, list[int]]] = []
+    seen: list[Rows] = []
 
     class Site(nn.Module):
         def forward(self, hidden: Tensor, **buffers: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def staged(
         rows=2,
         row_shape=(1,),
         dtype=torch.float32,
-        metadata=buffers_of(tail, tokens, num_seqs, has_padded=packs[0][1] is not None),
+        metadata=specs_of(tail, tokens, num_seqs, has_padded=packs[0][1] is not None),
         arguments=lambda buffers: dict(buffers),
     )
     bank.capture([variant])
@@ -216,10 +216,7 @@ def staged(
 @settings(max_examples=10)
 @given(first=packs(), second=packs(), slack=st.integers(0, 3))
 def test_staging_writes_the_same_offsets(
-    tail: TailConvention,
-    first: tuple[Tensor, Tensor | None],
-    second: tuple[Tensor, Tensor | None],
-    slack: int,
+    tail: TailConvention, first: Given, second: Given, slack: int
 ) -> None:
     """So layers that fall back to eager see the very pack that replayed ones see; nothing stays behind."""
     both = [first, second] if (first[1] is None) == (second[1] is None) else [first, first]
@@ -245,12 +242,12 @@ def made(form: PackForm, tail: TailConvention, *offsets: Tensor, of: type[Any] =
 @tails
 @pytest.mark.parametrize("has_padded", [True, False])
 @pytest.mark.parametrize("said", [None, False, True])
-def test_canonical_packs_hold_the_capacitys_constants_and_shared_offsets(
+def test_canonical_packs_hold_constants_of_capacities(
     tail: TailConvention, has_padded: bool, said: bool | None
 ) -> None:
     cu = offsets([2, 3])
     form = form_of(pack_of(cu, cu.clone() if has_padded else None, pad_between_seqs=said))
-    given = [cu.clone() for _ in buffers_of(tail, CAPACITY.tokens, 8, has_padded=has_padded)]
+    given = [cu.clone() for _ in specs_of(tail, CAPACITY.tokens, 8, has_padded=has_padded)]
     pack = made(form, tail, *given)
     assert pack.qkv_format == "thd"
     assert (pack.max_seqlen_q, pack.max_seqlen_kv) == (64, 64)

@@ -204,9 +204,7 @@ def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, 
     [(torch.bfloat16, 1 + 2**-4, 1 + 2**-4), (torch.float16, 1 + 2**-5, 1 + 2**-6)],
     ids=["bfloat16", "float16"],
 )
-def test_a_fused_sum_is_rounded_once_however_small_its_second_part(
-    device: str, dtype: torch.dtype, one: float, other: float
-) -> None:
+def test_a_fused_sum_is_rounded_once(device: str, dtype: torch.dtype, one: float, other: float) -> None:
     """The product lies half-way between two numbers, and what decides is lost beside it in a float64."""
     below = one * other - torch.finfo(dtype).eps / 2
     above = below + torch.finfo(dtype).eps
@@ -326,7 +324,7 @@ def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> Non
     ],
     ids=str,
 )
-def test_bits_of_megatrons_fused_kernels(
+def test_bits_of_the_fusion(
     fused_kernels: ModuleType, shape: Shape, dtype: torch.dtype, cp_size: int
 ) -> None:
     """Theirs must not get a tail, nor heads that are no power of two: blocks of them run over."""

@@ -95,9 +95,7 @@ def test_a_schedule_keeps_to_its_limits(step: tuple[list[int], ScheduleLimits]) 
 
 @given(steps(sizes_up_to_ranks=True))
 @settings(max_examples=200)
-def test_there_is_always_one_where_all_ranks_may_share_a_document(
-    step: tuple[list[int], ScheduleLimits],
-) -> None:
+def test_there_is_always_one_if_all_ranks_may_share_one(step: tuple[list[int], ScheduleLimits]) -> None:
     check(schedule_packs(*step), *step)
 
 
@@ -148,9 +146,7 @@ def test_a_long_document_is_shared_further_than_its_tokens_ask_for() -> None:
         ([5], {"exchange": float("nan")}, "expected a finite exchange"),
     ],
 )
-def test_what_cannot_be_scheduled_is_an_error_that_says_why(
-    lengths: list[int], change: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_scheduled_says_why(lengths: list[int], change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedule_packs(lengths, USUAL.replace(**change))
 
