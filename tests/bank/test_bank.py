@@ -239,34 +239,24 @@ def test_a_bank_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
         ([1], [2], [(3, 3), (1, 1), (0, 0)]),  # one by one
     ],
 )
-def test_finished_backwards_are_told_where_asked_for_and_at_the_end(
+def test_finished_backwards_are_told_to_who_wants_to_know_where_asked_for_and_at_the_end(
     device: str, noticed: Sequence[int], eager: list[int], told: list[tuple[int, int]]
 ) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True)
     for site in eager:
         pair.bank.keep_eager(site, EagerReason.FOREIGN_HOOK)
     pair.capture()
-    heard: list[tuple[int, int]] = []
-    pair.bank.set_listener(lambda: True, lambda *sites: heard.append(sites), noticed)
-    pair.step()
-    assert heard == told
+    for wants in (True, False, False):
+        asked, heard = list[None](), list[tuple[int, int]]()
 
+        def is_wanted(asked: list[None] = asked, wants: bool = wants) -> bool:
+            asked.append(None)
+            return wants
 
-def test_nobody_is_told_who_does_not_want_to_know(device: str) -> None:
-    pair = Pair(device, blocks(SITES), main_grad=True).capture()
-    asked: list[str] = []
-
-    def wants() -> bool:
-        asked.append("")
-        return False
-
-    def done(first: int, last: int) -> None:
-        raise AssertionError("nobody asked for it")
-
-    pair.bank.set_listener(wants, done, range(SITES))
-    for count in (1, 2):
+        pair.bank.set_listener(is_wanted, lambda *sites, heard=heard: heard.append(sites), noticed)
         pair.step()
-        assert len(asked) == count, "once for each micro-batch"
+        assert heard == (told if wants else [])
+        assert len(asked) == 1, "once for each micro-batch"
 
 
 @pytest.mark.parametrize("times", [2, 3, 5])
@@ -275,8 +265,9 @@ def test_gradients_of_a_layer_that_occurs_several_times_add_up_as_in_eager(devic
     pair.replay_steps(5)
 
 
-def raising_pair(raises_in: str) -> Pair:
-    """On the host, whose replays run the layers again: one in the middle raises there from now on."""
+@pytest.mark.parametrize("raises_in", ["the forward", "the backward", "the listener"])
+def test_what_raises_in_the_middle_frees_its_slot(raises_in: str) -> None:
+    """On the host, whose replays run the layers again."""
     is_captured = False
 
     def give_up(place: str) -> None:
@@ -293,12 +284,6 @@ def raising_pair(raises_in: str) -> Pair:
     pair = Pair("cpu", [Block(), Block(), Applies(raises), Block()], main_grad=True).capture()
     pair.bank.set_listener(lambda: True, lambda first, _last: first == 2 and give_up("the listener"), [2])
     is_captured = True
-    return pair
-
-
-@pytest.mark.parametrize("raises_in", ["the forward", "the backward", "the listener"])
-def test_what_raises_in_the_middle_frees_its_slot(raises_in: str) -> None:
-    pair = raising_pair(raises_in)
     with pytest.raises(ValueError, match=f"{raises_in} gave up"):
         with pair.bank.micro_batch("train"):
             out = pair.bank(pair.input().requires_grad_())

@@ -40,23 +40,16 @@ def kept(pair: Pair) -> list[int]:
     return [*map(len, pair.bank.captured[0].reads.values())]
 
 
-def _dropped(held: list[Tensor]) -> None:
-    held[0] = held[0] * 2
+CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
+    "dropped": lambda held: held.append(held.pop() * 2),
+    "moved": lambda held: setattr(held[0], "data", held[0].data.clone()),
+    "freed": lambda held: held[0].untyped_storage().resize_(0),
+}
 
 
-def _moved(held: list[Tensor]) -> None:
-    held[0].data = held[0].data.clone()
-
-
-def _freed(held: list[Tensor]) -> None:
-    held[0].untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("change", [_dropped, _moved, _freed])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_dropped_or_moved_tensor_is_noticed(
-    device: str, change: Callable[[list[Tensor]], None], in_backward: bool
-) -> None:
+def test_a_dropped_or_moved_tensor_is_noticed(device: str, change: str, in_backward: bool) -> None:
     """Bug: nothing watched it, so that replays went on reading what was there before."""
 
     class Scale(torch.autograd.Function):
@@ -71,7 +64,7 @@ def test_a_dropped_or_moved_tensor_is_noticed(
     held = [torch.randn(WIDTH, device=device)]
     pair = Pair(device, [Block(), Applies(Scale.apply)]).capture()
     assert pair.step() is None and not pair.bank.have_borrowed_moved()
-    change(held)
+    CHANGES[change](held)
     assert pair.bank.have_borrowed_moved()
     pair.bank.drop(["train"])
     assert not pair.bank.have_borrowed_moved(), "nobody reads it"
@@ -187,24 +180,18 @@ def test_a_borrowed_parameter_is_refused_and_its_gradient_kept(device: str, how:
     assert weight.grad is before and (bits is None or torch.equal(bits, before))
 
 
-def _leaf_of_input(hidden: Tensor) -> Tensor:
-    """As a checkpoint of a host's own makes it."""
-    inner = hidden.detach().requires_grad_()
-    return hidden + inner * 0.5
+LEAVES: dict[str, Forward] = {
+    # As a checkpoint of a host's own makes it.
+    "of its input": lambda hidden: hidden + hidden.detach().requires_grad_() * 0.5,
+    "of its own": lambda hidden: hidden * hidden.new_full((WIDTH,), 1.5).requires_grad_(),
+    "of data": lambda hidden: hidden * torch.tanh(hidden).data.requires_grad_(),
+}
 
 
-def _leaf_of_its_own(hidden: Tensor) -> Tensor:
-    return hidden * torch.full((WIDTH,), 1.5, device=hidden.device, requires_grad=True)
-
-
-def _leaf_of_data(hidden: Tensor) -> Tensor:
-    return hidden * torch.tanh(hidden).data.requires_grad_()
-
-
-@pytest.mark.parametrize("forward", [_leaf_of_input, _leaf_of_its_own, _leaf_of_data])
-def test_a_leaf_of_a_forward_is_no_borrowed_parameter(device: str, forward: Forward) -> None:
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_leaf_that_a_forward_makes_is_no_borrowed_parameter(device: str, kind: str) -> None:
     """Bug: any leaf behind the outputs was taken for one, and left the layer eager."""
-    pair = Pair(device, [Block(), Applies(forward), Block()]).capture()
+    pair = Pair(device, [Block(), Applies(LEAVES[kind]), Block()]).capture()
     assert pair.bank.failures == []
     pair.replay_steps(2)
 

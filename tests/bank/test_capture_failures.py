@@ -80,19 +80,22 @@ def interrupts(_: Tensor) -> None:
     raise KeyboardInterrupt
 
 
-def synchronises(tensor: Tensor) -> None:
-    tensor.sum().item()
-
-
-def allocates_too_much(tensor: Tensor) -> None:
-    torch.empty(TOO_MANY, device=tensor.device)
-
-
 def leaves_a_stream_unjoined(tensor: Tensor) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         tensor + 1
+
+
+# And what is said of it beside the phase.
+ON_A_GPU: dict[str, tuple[Trouble, list[str]]] = {
+    "item": (lambda tensor: tensor.sum().item(), [f"{__file__}:", "aten::_local_scalar_dense"]),
+    "out of memory": (
+        lambda tensor: torch.empty(TOO_MANY, device=tensor.device),
+        [f"{__file__}:", "OutOfMemoryError"],
+    ),
+    "unjoined stream": (leaves_a_stream_unjoined, [".py:"]),
+}
 
 
 def contents(pair: Pair) -> list[Any]:
@@ -191,21 +194,14 @@ def test_a_layer_that_raises_for_the_second_slot_is_eager_in_both(device: str) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(
-    ("trouble", "what"),
-    [
-        pytest.param(synchronises, [f"{__file__}:", "aten::_local_scalar_dense"], id="item"),
-        pytest.param(allocates_too_much, [f"{__file__}:", "OutOfMemoryError"], id="out of memory"),
-        pytest.param(leaves_a_stream_unjoined, [".py:"], id="unjoined stream"),
-    ],
-)
+@pytest.mark.parametrize(("trouble", "what"), ON_A_GPU.values(), ids=ON_A_GPU)
 def test_what_a_graph_cannot_hold_is_undone(trouble: Trouble, in_backward: bool, what: list[str]) -> None:
     check_failure("cuda", Troubled(trouble, in_backward=in_backward), OF_CAPTURE[in_backward], what)
     torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("trouble", [raises, synchronises, allocates_too_much, leaves_a_stream_unjoined])
+@pytest.mark.parametrize("trouble", [raises, *(trouble for trouble, _ in ON_A_GPU.values())])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 def test_the_memory_of_a_failed_capture_returns(trouble: Trouble, in_backward: bool) -> None:
     def attempt() -> None:
@@ -216,18 +212,17 @@ def test_the_memory_of_a_failed_capture_returns(trouble: Trouble, in_backward: b
         assert len(pair.bank.failures) == 1
         pair.bank.release()
 
+    def held() -> tuple[int, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
     attempt()  # loads kernels, makes workspaces
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = held()
     for _ in range(3):
         attempt()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() == allocated
-    assert torch.cuda.memory_reserved() == reserved
+    assert held() == before
 
 
 def test_where_every_site_fails_everything_is_eager(device: str) -> None:

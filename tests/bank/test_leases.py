@@ -38,15 +38,13 @@ def test_a_finished_backward_frees_the_slot_once_the_output_is_gone(pair: Pair) 
     assert pair.bank.all_free() and pair.bank.last_leases() == [], "a single slot has none to show"
 
 
-def emptied(out: Tensor) -> None:
-    out.untyped_storage().resize_(0)
+DEALLOCATIONS: list[Callable[[Tensor], None]] = [
+    lambda out: out.untyped_storage().resize_(0) and None,
+    lambda out: setattr(out, "data", out.new_empty(1)),
+]
 
 
-def replaced(out: Tensor) -> None:
-    out.data = torch.empty(1, dtype=out.dtype, device=out.device)
-
-
-@pytest.mark.parametrize("deallocate", [emptied, replaced])
+@pytest.mark.parametrize("deallocate", DEALLOCATIONS, ids=["emptied", "replaced"])
 def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, deallocate: Callable[[Tensor], None]) -> None:
     """As Megatron's pipeline does between forward and backward. A shallow copy freed the buffer."""
     for _ in range(3):
