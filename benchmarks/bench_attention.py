@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.measuring.children import Answer, Parts, try_part
 from benchmarks.measuring.clocks import Call, device_us, kernel_us
 from benchmarks.measuring.results import Figure, Measurement, beside, timed
-from benchmarks.subjects.hosts import on_side_stream
+from benchmarks.subjects.hosts import recorded
 from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C
@@ -88,38 +88,17 @@ def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[st
     return {"forward": forward, "backward": again}
 
 
-def recorded(call: Call) -> Call:
-    """What replays a CUDA graph of `call`."""
-    with on_side_stream():
-        for _ in range(2):
-            call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-class _Attention(nn.Module):
-    """Attends with keys and values of its own; the op computes their gradients, too."""
-
-    def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int) -> None:
-        super().__init__()
-        self.register_buffer("keys", keys)
-        self.register_buffer("values", values)
-        self.max_seqlen = max_seqlen
-
-    def forward(self, queries: Tensor, cu_seqlens: Tensor) -> Tensor:
-        keys, values = self.buffers()
-        return ops.varlen_attention(queries, keys, values, cu_seqlens, self.max_seqlen)
-
-
 class Captured:
     """Graphs of an attention in a bank, for `num_seqs` documents; `calls` launch them on one staged pack."""
 
     def __init__(self, inputs: Sequence[Tensor], cu_seqlens: Tensor, num_seqs: int, max_seqlen: int) -> None:
         queries, keys, values, grad = inputs
-        attention = _Attention(keys, values, max_seqlen)
-        bank = Bank([SiteSpec(name="attention", module=attention)], str(queries.device))
+
+        def attend(_owner: nn.Module, queries: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return ops.varlen_attention(queries, keys, values, cu_seqlens, max_seqlen)
+
+        owner = nn.Module()
+        bank = Bank([SiteSpec(name="attention", module=owner, forward=attend)], str(queries.device))
         example, kind = torch.ops.megagraph.pad_cu_seqlens(cu_seqlens, num_seqs), _C.SegmentKind.OFFSETS
         metadata = {"cu_seqlens": _C.MetadataSpec(kind=kind, example=example, source=0)}
         arguments: dict[str, Any] = {"arguments": lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]}}
@@ -130,7 +109,7 @@ class Captured:
                 raise RuntimeError(f"expected a replay, got {reason.name}")
             out = bank.replay_all(leaf)
         out.backward(grad)
-        self._kept = bank, attention
+        self._kept = bank, owner
         self.calls = dict(zip(DIRECTIONS, bare_loops(bank, "pack"), strict=True))
 
 

@@ -6,7 +6,6 @@ ours in a graph. Megatron's own wait for counts from the device in each pass, an
 the same router, which balances nothing. Gradients go to autograd's caller, not to `main_grad`.
 """
 
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.measuring.results import Figure, Measurement, beside_each, timed
-from benchmarks.subjects.hosts import on_side_stream
+from benchmarks.subjects.hosts import on_side_stream, recorded
 from benchmarks.subjects.packs import hidden_states, model_options
 from megagraph.demo.trainer import transformer_config
 from megagraph.megatron.specs import with_grouped_experts
@@ -81,12 +80,7 @@ def measure_kind(tokens: int, kind: str) -> Answer:
     with on_side_stream():
         for _ in range(WARM_UP):
             run()
-    call: Callable[[], object] = run
-    if kind == OURS:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        call = graph.replay
+    call = recorded(run) if kind == OURS else run
     return {"walls": [wall_ms(call) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]}
 
 

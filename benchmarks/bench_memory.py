@@ -2,9 +2,8 @@
 """Memory of graphs: peak against eager's at the same physical tokens, their executables, four capacities.
 
 Each part runs in a process of its own. Eager and graphed steps are padded to the same capacity. Peaks are of
-torch's allocator, from the start of the process, warm-up steps and capture included; no optimizer has made
-its state, which would hide the difference. What lies outside the allocator is the device's used memory less
-that, so that nothing else may run beside it.
+torch's allocator, from the start of the process; no optimizer has made its state, which would hide the
+difference. What lies outside the allocator is the device's used memory less that: nothing else may run.
 """
 
 from collections.abc import Mapping
@@ -13,14 +12,7 @@ from functools import partial
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, plain
-from benchmarks.subjects.steps import (
-    FURTHER_STEPS,
-    NUM_SEQS,
-    WARM_UP_STEPS,
-    StepCase,
-    measure_steps,
-    step_case,
-)
+from benchmarks.subjects.steps import NUM_SEQS, StepCase, measure_steps, step_case
 from megagraph.decide.dispatch import Capacity
 
 FOUR = "four capacities"
@@ -41,7 +33,7 @@ def measure_memory(case: StepCase, what: str) -> Answer:
     return measure_steps(
         case,
         "eager" if what == "eager" else "graphed",
-        packs=case.steps(WARM_UP_STEPS + FURTHER_STEPS),
+        is_full=False,
         trainer={},
         capacities=(case.capacity, *(smaller if what == FOUR else ())),
         cuda_graph_modules=(what,) if what in HALVES else (),

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines: memory of a stage, and trainings of two ranks. Each part runs in a process of its own.
 
-What a stage does depends on its order of forwards and backwards alone. So memory is of one stage in one
-process, with recorded activations in place of what stages send ("one stage alone"). The trainings are of real
-ranks; where there is one GPU they share it, and what they send goes over sockets: such times tell nothing of
-ranks on GPUs of their own. They run with deterministic algorithms, eager and graphed alike; the last one
-leaves its report.
+Memory is of one stage in one process, with recorded activations in place of what stages send ("one stage
+alone"). The trainings are of real ranks, with deterministic algorithms; where there is one GPU they share it,
+and what they send goes over sockets: such times tell nothing of ranks on GPUs of their own.
 """
 
 from functools import partial

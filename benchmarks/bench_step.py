@@ -2,15 +2,10 @@
 """Whole training steps on packs: the wall of `forward_backward_func`, its floor, eager and Megatron's graphs.
 
 The floor of a step is its own graphs launched back to back by a loop in C, plus the GPU time of what runs
-outside of graphs. Each case runs in a process of its own, one after another. No deterministic algorithms;
-Python's cyclic garbage waits while steps are timed; the optimizer steps never. Every way to run a step has
-the same packs. Models are built on a side stream, as Megatron-LM does, so that eager adds gradients beside
-its backward pass.
-
-Packs are full: documents of many lengths, the last one cut. So every way to run a step has the same physical
-tokens. Eager is measured twice: with the plugin, graphs disabled, which pads packs to their capacity as
-graphs need them, and so launches attention for all document slots; and without it, on packs as they come,
-with our attention and RoPE, which Megatron's local layers need.
+outside of graphs. Each case runs in a process of its own. Models are built on a side stream, as Megatron-LM
+does, so that eager adds gradients beside its backward pass. Every way to run a step has the same packs, which
+are full. Eager is measured twice: with the plugin, graphs disabled, which pads packs to their capacity; and
+without it, on packs as they come, with our attention and RoPE, which Megatron's local layers need.
 """
 
 from collections.abc import Mapping, Sequence

@@ -46,16 +46,14 @@ def caught(measure: Callable[[], Answer]) -> Answer:
         gc.collect()
 
 
-def try_part(
-    module: str, part: str, timeout: float = 400, environment: Mapping[str, str] | None = None
-) -> Answer:
+def try_part(module: str, part: str, timeout: float = 400, environment: Mapping[str, str] = {}) -> Answer:
     """Calls `MODULE.PARTS[PART]` elsewhere; out of time, it is killed with all that it started.
 
     `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers the
     last object that the process printed; with `error` where it failed or printed none.
     """
     command = ["-m", "benchmarks.measuring.children", module, part]
-    variables = {**os.environ, **(environment or {})}
+    variables = {**os.environ, **environment}
     print("$ python", shlex.join(command), flush=True)
     a_file = partial(tempfile.TemporaryFile, "w+", errors="replace")
     with a_file() as out, a_file() as log:

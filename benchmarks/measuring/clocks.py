@@ -20,9 +20,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU today
 _FIRST_SLEEP, _LONGEST_SLEEP = 400_000, 1 << 27  # cycles; the latter takes less than a tenth of a second
 
+_WARM_UP = 5  # samples of phases that are not counted
+
 MIB = 2**20
 ACTIVITIES = (ProfilerActivity.CUDA, ProfilerActivity.CPU)
 Call = Callable[[], object]
+Phases = dict[str, float]  # seconds of each
 Item = TypeVar("Item")
 
 
@@ -43,11 +46,9 @@ def wall_ms(call: Call) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def phases_us(
-    sample: Callable[[], dict[str, float]], *, repeats: int, warm_up: int = 5, divisor: float = 1
-) -> dict[str, list[float]]:
+def phases_us(sample: Callable[[], Phases], *, repeats: int, divisor: float = 1) -> dict[str, list[float]]:
     """Repeats `sample`, which answers the seconds of each of its phases; the microseconds of each phase."""
-    rounds = [sample() for _ in range(warm_up + repeats)][warm_up:]
+    rounds = [sample() for _ in range(_WARM_UP + repeats)][_WARM_UP:]
     return {phase: [each[phase] * 1e6 / divisor for each in rounds] for phase in rounds[0]}
 
 
@@ -133,7 +134,6 @@ class Timeline:
         return _covered(work for work in self.work if not work.is_graphed)
 
     def busy_ms(self) -> float:
-        """Time in which anything ran."""
         return _covered(self.work)
 
     def share_beside(self, name: str) -> float:

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 Times = Sequence[float]
 Better = Literal["lower", "higher"]
+Read = Callable[[Answer], float]
 # The keys of a file beside its figures; of a figure, and of a timed one.
 _ENVIRONMENT = ("commit", "device", "driver", "torch", "megatron_core", "transformer_engine", "command")
 _FIGURE = ("name", "value", "unit", "bar", "holds", "rival", "rival_value", "floor")
@@ -94,12 +95,10 @@ def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
     return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
 
 
-def against(
-    name: str, value: float, rival: str, its: float, *, share: float | None = None, unit: str = "MiB"
-) -> Figure:
-    """A figure beside a rival's; the bar, if there is one, is a `share` of that."""
+def against(name: str, value: float, rival: str, its: float, *, share: float | None = None) -> Figure:
+    """MiB beside a rival's; the bar, if there is one, is a `share` of that."""
     bar = None if share is None else share * its
-    return Figure(name=name, value=value, unit=unit, bar=bar, rival=rival, rival_value=its)
+    return Figure(name=name, value=value, unit="MiB", bar=bar, rival=rival, rival_value=its)
 
 
 def ratios(above: Times, below: Times) -> list[float]:
@@ -112,16 +111,14 @@ def differences(more: Times, less: Times) -> list[float]:
     return [sub(*pair) for pair in zip(more, less, strict=True)]
 
 
-def beside(figure: Figure, rival: str, answer: Answer, read: Callable[[Answer], float]) -> Figure:
+def beside(figure: Figure, rival: str, answer: Answer, read: Read) -> Figure:
     """A figure beside what `read` takes from a rival's answer, or beside why the rival has none."""
     if "error" in answer:
         return replace(figure, rival=f"{rival}: {answer['error']}")
     return replace(figure, rival=rival, rival_value=read(answer))
 
 
-def beside_each(
-    figure: Figure, rivals: Mapping[str, Answer], read: Callable[[Answer], float]
-) -> list[Figure]:
+def beside_each(figure: Figure, rivals: Mapping[str, Answer], read: Read) -> list[Figure]:
     """One figure beside each of several rivals; the bar, which is one, stands on the first."""
     rows = [beside(figure, rival, answer, read) for rival, answer in rivals.items()]
     return [*rows[:1], *(replace(row, bar=None) for row in rows[1:])]

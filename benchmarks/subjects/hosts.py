@@ -48,7 +48,7 @@ def engines_spec(**kind: Any) -> Any:
     return get_gpt_layer_with_transformer_engine_spec(**kind)
 
 
-def prepare_megatrons_graphs(micro_batches: int) -> None:
+def prepare_rival(micro_batches: int) -> None:
     """Before a model with Megatron's own graphs is built: they also ask how many micro-batches there are."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
@@ -64,6 +64,17 @@ def on_side_stream() -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def recorded(call: Callable[[], object]) -> Callable[[], object]:
+    """What replays a CUDA graph of `call`."""
+    with on_side_stream():
+        for _ in range(2):
+            call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def on_ranks(number: int, function: Callable[..., Answer], *arguments: Any) -> Sequence[Answer]:

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import host_seconds, in_turns, phases_us, wall_ms
+from benchmarks.measuring.clocks import Call, Phases, host_seconds, in_turns, phases_us, wall_ms
 from benchmarks.measuring.results import differences
-from benchmarks.subjects.hosts import check_replays, install_for, on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.hosts import check_replays, install_for, on_side_stream, prepare_rival
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack, hidden_states, variant_of
 from megagraph.bank.bank import Bank
@@ -35,7 +35,7 @@ TOKENS = 256
 _MICRO_BATCHES = 2
 ROUNDS = 60  # of ours
 MICRO_BATCHES = 20  # in a row
-AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+Made = TypeVar("Made", bound=Trainer)
 
 
 class Layer(nn.Module):
@@ -57,18 +57,11 @@ class Layer(nn.Module):
         return out
 
 
-def made_quickly(
-    trainer_type: type[AnyTrainer],
-    options: ModelOptions,
-    *,
-    config: dict[str, Any] | None = None,
-    beside: bool = False,
-    **further: Any,
-) -> AnyTrainer:
+def made_quickly(kind: type[Made], options: ModelOptions, *, beside: bool = False, **further: Any) -> Made:
     """A trainer whose random weights are drawn on the device; with `beside` it is built on a side stream."""
-    fields = {"perform_initialization": False, **(config or {})}
     with on_side_stream() if beside else contextlib.nullcontext():
-        trainer = trainer_type(options, config=fields, **further)
+        config = {"perform_initialization": False, **further.pop("config", {})}
+        trainer = kind(options, config=config, **further)
         with torch.no_grad():
             for param in trainer.chunk.parameters():
                 param.normal_(0.0, 0.02)
@@ -105,13 +98,13 @@ def time_layers(
     options: ModelOptions,
     *,
     repeats: int = 30,
-    before: Callable[[], None] = lambda: None,
+    before: Call = lambda: None,
 ) -> Answer:
     """Host times of a stack's passes for each layer, by `forward` and `backward`, the device idle before."""
     hidden = hidden_states(options.max_tokens, options.hidden)
     grad = torch.randn_like(hidden) * 1e-3
 
-    def sample() -> dict[str, float]:
+    def sample() -> Phases:
         before()
         outs: list[Tensor] = []
         forward_seconds = host_seconds(lambda: outs.append(forward(hidden)))
@@ -127,9 +120,7 @@ def _run_plain(modules: Sequence[Any], hidden: Tensor) -> Tensor:
     return hidden
 
 
-def eager_times(
-    trainer: Trainer, packs: Sequence[Pack], *, before: Callable[[], None] = lambda: None
-) -> Answer:
+def eager_times(trainer: Trainer, packs: Sequence[Pack], *, before: Call = lambda: None) -> Answer:
     """A trainer's layers, called one after another as its block does."""
     arguments = layer_arguments(trainer, packs)
     layers = list(trainer.chunk.decoder.layers)
@@ -199,7 +190,7 @@ def megatrons_graphs(options: ModelOptions) -> Answer:
 
     Only one model of a process can have them, and they change the process's streams.
     """
-    prepare_megatrons_graphs(_MICRO_BATCHES)
+    prepare_rival(_MICRO_BATCHES)
     config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
     trainer = made_quickly(DenseTrainer, options, config=config)
     packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
@@ -258,7 +249,7 @@ def end_reductions(ddp: Any) -> None:
         group.reset()
 
 
-def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
+def _time_replays(trainer: Trainer, before: Call) -> Answer:
     """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
     `bare`: the same graphs launched by a loop in C; `decided`: the micro-batch's pack read and decided on;
@@ -276,7 +267,7 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
             with replays.micro_batch():
                 pass
 
-    def sample() -> dict[str, float]:
+    def sample() -> Phases:
         before()
         hot = host_seconds(micro_batches) / MICRO_BATCHES
         torch.cuda.synchronize()
@@ -314,7 +305,7 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
 
 def _measure_stack(options: ModelOptions, ddp: dict[str, Any] | None) -> Answer:
     trainer = captured(options, ddp=ddp)
-    before: Callable[[], None] = partial(end_reductions, trainer.model) if ddp else lambda: None
+    before: Call = partial(end_reductions, trainer.model) if ddp else lambda: None
     graphed = _time_replays(trainer, before)
     before()  # whole steps follow
     with disable_cuda_graphs_this_step():

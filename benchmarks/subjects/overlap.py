@@ -2,8 +2,7 @@
 """Expert-parallel overlap in one process: experts on one rank, and a stand-in for the all-to-all.
 
 One rank's all-to-all hands back its input, which the nodes of a plan free. The stand-in copies, and can take
-time on the stream that it is called on, forward and backward, on one thread of the device: it shows what can
-lie under compute, and nothing of a network.
+time on its stream, forward and backward: it shows what can lie under compute, and nothing of a network.
 """
 
 import contextlib

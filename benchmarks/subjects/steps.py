@@ -22,13 +22,7 @@ from torch.profiler import record_function
 import megagraph
 from benchmarks.measuring.children import Answer, caught
 from benchmarks.measuring.clocks import STEP, Timeline, outside_bytes, traced, wall_ms
-from benchmarks.subjects.hosts import (
-    check_replays,
-    engines_spec,
-    install,
-    on_side_stream,
-    prepare_megatrons_graphs,
-)
+from benchmarks.subjects.hosts import check_replays, engines_spec, install, on_side_stream, prepare_rival
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
 from megagraph.decide.dispatch import Capacity
@@ -47,6 +41,7 @@ EXPERTS = 8
 Batch = dict[str, Any]
 Steps = Sequence[Sequence[Batch]]
 Schedule = Callable[..., Any]
+Wrap = Callable[[Schedule], Schedule] | None
 
 
 def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None) -> Batch:
@@ -75,15 +70,15 @@ class StepTrainer(Trainer):
         options: ModelOptions,
         *,
         beside: bool = False,
-        wrap: Callable[[Schedule], Schedule] | None = None,
+        wrap: Wrap = None,
         spec: Any = None,
-        **transformer: Any,
+        **config: Any,
     ) -> None:
         self._wrap = wrap
         self._wrapped: Schedule | None = None
         self._wall_ms = 0.0
         with on_side_stream() if beside else contextlib.nullcontext():
-            super().__init__(options, config={"use_cpu_initialization": False, **transformer}, spec=spec)
+            super().__init__(options, config={"use_cpu_initialization": False, **config}, spec=spec)
 
     def make_optimizer(self) -> Any:
         return SimpleNamespace(zero_grad=lambda: None)  # there is nothing beside the DDP's buffer
@@ -268,21 +263,19 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
 
 
 def measure_steps(
-    case: StepCase,
-    *ways: str,
-    rounds: int = 0,
-    packs: Sequence[Sequence[Pack]] | None = None,  # of each step, if not the case's
-    trainer: dict[str, Any],
-    **plugin: Any,
+    case: StepCase, *ways: str, rounds: int = 0, is_full: bool = True, trainer: dict[str, Any], **plugin: Any
 ) -> Answer:
     """Memory of a model that warms up and captures, then `rounds` steps in turns, `graphed` or `eager`.
+
+    Unless they are full, packs are those of the case as they come.
 
     Answers walls in ms by way; the `report`; the most that torch `reserved` before them, and device memory
     outside of its allocator, `outside` and before a capture `outside_before`.
     """
     install(**{"capacities": (case.capacity,), "cuda_graph_warmup_steps": WARM_UP_STEPS, **plugin})
     made, graphs = StepTrainer(case.model, **trainer), ways[0] == "graphed"
-    steps = [[batch_of(pack, made.device) for pack in step] for step in packs or case.packs()]
+    packs = case.packs() if is_full else case.steps(WARM_UP_STEPS + FURTHER_STEPS)
+    steps = [[batch_of(pack, made.device) for pack in step] for step in packs]
     made.walls_ms(steps, range(WARM_UP_STEPS), graphs=graphs)
     before = outside_bytes()
     made.walls_ms(steps, range(WARM_UP_STEPS, WARM_UP_STEPS + FURTHER_STEPS), graphs=graphs)
@@ -303,7 +296,7 @@ def measure_rival(case: StepCase, impl: str) -> Answer:
     """Walls of steps in ms in Megatron's own graphs, on batches of one shape, with our RoPE in its layers."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-    prepare_megatrons_graphs(MICRO_BATCHES)
+    prepare_rival(MICRO_BATCHES)
     wrap = partial(FullCudaGraphWrapper, cuda_graph_warmup_steps=2) if impl == "full_iteration" else None
     steps = case.batches(torch.device("cuda"), canonical=True)
     config: dict[str, Any] = {"cuda_graph_impl": impl, "cuda_graph_modules": []}
