@@ -166,13 +166,11 @@ def test_canonical_offsets_say_what_the_convention_says(
     physical = actual if padded is None else padded
     tokens, extra = physical[-1] + tail_rows, max(tail.extra_seqs + spare, len(actual) == 1)
     ends, repeats = [tokens] * extra, [actual[-1]] * extra
-    table = {
-        HIDDEN: (actual + repeats, None if padded is None else padded + [padded[-1]] * extra),
-        EMPTY_DUMMY: (actual + repeats, physical + ends),
-    }
-    expected = dict(zip(("actual", "padded"), table[tail], strict=True))
-    if expected["padded"] is None:
-        del expected["padded"]
+    expected = {"actual": actual + repeats}
+    if tail is EMPTY_DUMMY:
+        expected["padded"] = physical + ends
+    elif padded is not None:
+        expected["padded"] = padded + [padded[-1]] * extra
     assert canonical(*pack, tail, tokens, len(actual) - 1 + extra) == expected
 
 
@@ -202,10 +200,8 @@ def staged(packs: Sequence[Given], tail: TailConvention, tokens: int, num_seqs: 
     bank.capture([variant])
     seen.clear()
     for pack in packs:
-        with (
-            torch.no_grad(),
-            bank.micro_batch("pack", [given for given in pack if given is not None]) as why,
-        ):
+        sources = [given for given in pack if given is not None]
+        with torch.no_grad(), bank.micro_batch("pack", sources) as why:
             assert why is None
             bank.replay_all(torch.zeros(2, 1))
     assert bank.counters()["replays"] == len(packs)

@@ -79,6 +79,13 @@ def summed(grads: Tensor) -> Tensor:
     return total.to(grads.dtype)
 
 
+def assert_padded(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """The first rows of each are as expected, and the others zero."""
+    for ours, theirs in zip(found, expected, strict=True):
+        rows = theirs.size(0)
+        assert torch.equal(ours[:rows], theirs) and not ours[rows:].any()
+
+
 # -- roundings -----------------------------------------------------------------------------------
 
 
@@ -104,10 +111,8 @@ def test_bits_of_megatrons_unfused_path(
     heads, content, rotary, value = shape
     lengths = [unit * 2 * cp_size for unit in units]
     rows = sum(lengths) // cp_size
-    how = (
-        *tables(frequencies(sum(lengths), rotary, "mla_interleaved", device), dtype, mscale),
-        offsets(lengths, device),
-    )
+    freqs = frequencies(sum(lengths), rotary, "mla_interleaved", device)
+    how = (*tables(freqs, dtype, mscale), offsets(lengths, device))
     for cp_rank in range(cp_size):
         rank = {"cp_size": cp_size, "cp_rank": cp_rank}
         all_rows = inputs(shape, rows + tail, dtype, device)
@@ -129,9 +134,7 @@ def test_bits_of_megatrons_unfused_path(
             *torch.autograd.grad(turned, k_pe, summed(dk[..., content:]), retain_graph=True),
         )
         actual = run(*all_rows, grads, *how, v_dim=value, **rank)
-        for ours, theirs in zip(actual, (*expected, *expected_grads), strict=True):
-            assert torch.equal(ours[:rows], theirs)
-            assert torch.equal(ours[rows:], torch.zeros_like(ours[rows:]))
+        assert_padded(actual, [*expected, *expected_grads])
         if dtype is torch.float32:  # its sum over the heads has another order
             (whole,) = torch.autograd.grad(expected[1], k_pe, dk)
             torch.testing.assert_close(actual[-1][:rows], whole, rtol=1e-5, atol=1e-5)
@@ -194,9 +197,7 @@ def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, 
             fused_reference(summed(dk[..., content:]), c, s, backward=True),
         ]
         actual = run(*all_rows, grads, cos, sin, offsets(lengths, device), v_dim=value, fused=True, **rank)
-        for ours, reference in zip(actual, expected, strict=True):
-            assert torch.equal(ours[:rows], reference)
-            assert torch.equal(ours[rows:], torch.zeros_like(ours[rows:]))
+        assert_padded(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +238,12 @@ def test_gradcheck(device: str, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_launch_has_the_bits_of_two(device: str, shape: Shape, fused: bool) -> None:
-    how = (
-        *tables(frequencies(16, shape[2], "mla_interleaved", device), torch.bfloat16),
-        offsets([5, 11], device),
-    )
+    freqs = frequencies(16, shape[2], "mla_interleaved", device)
+    how = (*tables(freqs, torch.bfloat16), offsets([5, 11], device))
     q, kv, k_pe = inputs(shape, 19, torch.bfloat16, device)
     dq, dk, dv = random_grads(shape, 19, torch.bfloat16, device)
     together = run(q, kv, k_pe, (dq, dk, dv), *how, v_dim=shape[3], fused=fused)
-    (leaf,) = (q.detach().clone().requires_grad_(),)
+    leaf = q.detach().clone().requires_grad_()
     (query,) = rope_mla(leaf * 1, None, None, *how, fused=fused)
     query.backward(dq)
     key, value = rope_mla(None, kv, k_pe, *how, v_dim=shape[3], fused=fused)
@@ -276,8 +275,7 @@ def test_no_rows_no_heads_no_documents(device: str, shape: tuple[int, int]) -> N
     cos, sin = tables(frequencies(8, 8, "mla_interleaved", device), torch.float32)
     all_rows = inputs((heads, 4, 8, 4), rows, torch.float32, device)
     grads = [torch.randn(rows, heads, dim, device=device) for dim in (12, 12, 4)]
-    for out in run(*all_rows, grads, cos, sin, offsets([], device), v_dim=4):
-        assert torch.equal(out, torch.zeros_like(out))
+    assert not any(out.any() for out in run(*all_rows, grads, cos, sin, offsets([], device), v_dim=4))
 
 
 def test_gradients_that_are_no_rows_of_memory(device: str) -> None:
@@ -299,10 +297,7 @@ def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> Non
     how = small(device)
     given = dict(zip(("q", "kv", "k_pe"), inputs((2, 4, 8, 4), 6, torch.float32, device), strict=True))
     given[name].requires_grad_()
-    if name == "q":
-        given |= {"kv": None, "k_pe": None}
-    else:
-        given["q"] = None
+    given |= dict.fromkeys(("kv", "k_pe") if name == "q" else ("q",))
     before = given[name].detach().clone()
     with pytest.raises(RuntimeError, match="has no derivative"):
         torch.ops.megagraph.rope_mla_(*given.values(), *how, v_dim=4)
@@ -345,11 +340,6 @@ def test_bits_of_the_fusion(
             made = fused_kernels.fused_apply_mla_rope_for_kv(kv, k_pe, *wide, rotary, content, value, *rank)
             out = (query, *made)
             theirs_grads = torch.autograd.grad(out, (q, kv, k_pe), [grad.clone() for grad in grads])
-            ours = run(
-                *(*all_rows, grads, cos, sin, cu_seqlens),
-                v_dim=value,
-                fused=True,
-                cp_size=cp_size,
-                cp_rank=cp_rank,
-            )
+            options = {"v_dim": value, "fused": True, "cp_size": cp_size, "cp_rank": cp_rank}
+            ours = run(*all_rows, grads, cos, sin, cu_seqlens, **options)
             assert_same_bits(ours, [*out, *theirs_grads], f"{lengths}, rank {cp_rank}")

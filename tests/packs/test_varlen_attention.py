@@ -16,6 +16,7 @@ from megagraph.packs.ops import thd_partition_indices, varlen_attention
 # sums of up to 300 products in float32, and FlashAttention's bfloat16 probabilities.
 ERROR_UNITS = {"cpu": 32, "cuda": 8}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+Keys = list[int] | None
 
 
 def inputs(
@@ -41,7 +42,7 @@ def seen_keys(queries: list[int], keys: list[int], *, causal: bool) -> Tensor:
 def in_float64(
     tensors: list[Tensor],
     queries: list[int],
-    keys: list[int] | None = None,
+    keys: Keys = None,
     *,
     scale: float | None = None,
     causal: bool = True,
@@ -60,24 +61,17 @@ def in_float64(
 
 
 def attend(
-    tensors: list[Tensor],
-    queries: list[int],
-    keys: list[int] | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    slack: int = 0,  # by which the longest document might be longer
+    tensors: list[Tensor], queries: list[int], keys: Keys = None, *, slack: int = 0, **how: Any
 ) -> list[Tensor]:
+    """As `in_float64()`; `slack` is by what the longest document might be longer."""
     *leaves, grad = (t.detach().requires_grad_(place < 3) for place, t in enumerate(tensors))
+    options = {"softmax_scale": how.get("scale"), "causal": how.get("causal", True)}
 
     def packed(lengths: list[int]) -> tuple[Tensor, int]:
         return offsets(lengths, grad.device.type), max(lengths, default=0) + slack
 
-    if keys is None:
-        out = varlen_attention(*leaves, *packed(queries), softmax_scale=scale, causal=causal)
-    else:
-        ends = zip(packed(queries), packed(keys), strict=True)
-        out = varlen_attention(*leaves, *ends, softmax_scale=scale, causal=causal)
+    ends = packed(queries) if keys is None else zip(packed(queries), packed(keys), strict=True)
+    out = varlen_attention(*leaves, *ends, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -159,9 +153,9 @@ def test_views_of_a_fused_projection_attend_like_their_copies(device: str) -> No
     qkv = torch.randn(24, 4, 3 * 16, device=device).to(DTYPE[device])
     fused = list(qkv.split(16, -1))
     heads_first = [
-        torch.randn(4, 30, 16, device=device).to(DTYPE[device]).transpose(0, 1)[:24] for _ in range(3)
+        it.transpose(0, 1)[:24] for it in torch.randn(3, 4, 30, 16, device=device).to(DTYPE[device])
     ]
-    unaligned = [torch.randn(24, 4, 20, device=device).to(DTYPE[device])[..., 3:19] for _ in range(3)]
+    unaligned = [it[..., 3:19] for it in torch.randn(3, 24, 4, 20, device=device).to(DTYPE[device])]
     grad = torch.ones(1, device=device, dtype=DTYPE[device]).expand(24, 4, 16)
     for views in (fused, heads_first, unaligned):
         copies = [view.contiguous() for view in views]
