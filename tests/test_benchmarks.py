@@ -53,8 +53,7 @@ PHASES = ("forward", "backward", "backward without engine", "engine", "around", 
 LAYER = dict.fromkeys((*PHASES, "bare forward", "bare backward"), TIMES)
 REPORT: dict[str, Any] = {"layers": 24, "calls": 100, "replays": 70, "graphs": 48, "pool_bytes": MIB}
 # Every reason, so that whatever a run has found is a name here too.
-REPORT |= {"eager": {reason.name: 1 for reason in EagerReason}}
-REPORT |= {"capture_seconds": 0.3}
+REPORT |= {"eager": {reason.name: 1 for reason in EagerReason}, "capture_seconds": 0.3}
 WAYS = ("graphed", "eager", "walls", "walls_ms", "bare")
 STEPS: dict[str, Any] = dict.fromkeys(WAYS, TIMES) | {"order": [0, 1, 2], "outside_ms": TIMES}
 STEPS |= {"report": REPORT, "busy_ms": 7.5, "kernels_ms": 6.0, "fitting": 1.0, "all": 1.5}
@@ -314,12 +313,8 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
     events = [event("user_annotation", STEP, *span) for span in ((-9, -1), (0, 30))]
     events += [event("cuda_runtime", "cudaGraphLaunch", 1, 2, 1), event("cuda_runtime", "launch", 20, 21, 2)]
     events += [event("cuda_runtime", "cudaGraphLaunch", -3, -2, 3), event("kernel", "of the first", 3, 4, 3)]
-    events += [
-        event("kernel", "a", 5000, 9000, 1),
-        event("kernel", "b", 14000, 16000, 1),
-        event("kernel", "beside b", 15000, 17000, 1),
-        event("kernel", "c", 24000, 25000, 2),
-    ]
+    events += [event("kernel", "a", 5000, 9000, 1), event("kernel", "b", 14000, 16000, 1)]
+    events += [event("kernel", "beside b", 15000, 17000, 1), event("kernel", "c", 24000, 25000, 2)]
     timeline = read_timeline({"traceEvents": events})
     assert [work.is_graphed for work in timeline.work] == [True, True, True, False]
     assert (timeline.kernels_ms(), timeline.busy_ms(), timeline.eager_ms()) == (9, 8, 1)
@@ -344,9 +339,6 @@ def test_eager_calls_are_measured_on_a_cpu(monkeypatch: MonkeyPatch) -> None:
 
 
 # -- the format of figures ---------------------------------------------------------------------------
-
-
-sys.path.append(str(ROOT))  # benchmarks are not installed
 
 STORED = {"name": "forward", "value": 3.5, "unit": "us", "bar": 4.0, "holds": True}
 STORED |= {"rival": "eager", "rival_value": 25.0, "floor": 1.1, "p10": 3.0, "p90": 5.0}
@@ -390,16 +382,18 @@ def test_a_figure_holds_on_the_better_side_of_its_bar(value: float, better: Any,
         ({"colour": "red"}, "expected keys .*, got .*, colour"),
         ({"figures": ...}, "figures"),
         ({"figures": [1]}, "must be a mapping, not int"),
-        ({"figures": [STORED | {"colour": "red"}]}, "unexpected keyword argument 'colour'"),
-        ({"figures": [STORED | {"value": "3"}]}, "not supported between instances of .str. and .float."),
-        ({"figures": [STORED | {"value": math.nan}]}, "key 'value': expected a finite number, got nan"),
-        (
-            {"figures": [STORED | {"holds": None}]},
-            "expected `holds` to say whether 3.5 reaches 4.0, got None",
+        *(
+            ({"figures": [STORED | change]}, message)
+            for change, message in (
+                ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+                ({"value": "3"}, "not supported between instances of .str. and .float."),
+                ({"value": math.nan}, "key 'value': expected a finite number, got nan"),
+                ({"holds": None}, "expected `holds` to say whether 3.5 reaches 4.0, got None"),
+                ({"bar": None}, "expected `holds` to say whether 3.5 reaches None, got True"),
+                ({"bar": 3.5, "holds": False}, "whether 3.5 reaches 3.5, got False"),
+                ({"rival": None}, "expected who measured 25.0, got no rival"),
+            )
         ),
-        ({"figures": [STORED | {"bar": None}]}, "expected `holds` to say whether 3.5 reaches None, got True"),
-        ({"figures": [STORED | {"bar": 3.5, "holds": False}]}, "whether 3.5 reaches 3.5, got False"),
-        ({"figures": [STORED | {"rival": None}]}, "expected who measured 25.0, got no rival"),
     ],
 )
 def test_nonsense_is_refused_by_file_and_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ci_scripts import FOLDER, load
+from ci_scripts import FOLDER, load_runner
 
 SCRIPT = FOLDER / "tests"
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="is no part of the source distribution")
@@ -36,12 +36,9 @@ Suite = Callable[..., int]
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`.ci/tests`, for the folder of a test in place of the checkout."""
-    module = load("tests")
+    module = load_runner("tests", monkeypatch)
     module.PROCESSES = "0"  # type: ignore[attr-defined]  # for a quicker start
     monkeypatch.setattr(sys.modules["lanes"], "ROOT", tmp_path)
-    monkeypatch.setattr(sys.modules["lanes"], "LOOK_SECONDS", 0.02)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     (tmp_path / "helpers.py").write_text(HELPERS, encoding="utf-8")
     module.FLAKY_FILE = tmp_path / "flaky.txt"  # type: ignore[attr-defined]

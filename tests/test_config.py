@@ -102,10 +102,8 @@ def test_one_way_of_naming_capacities_takes_the_place_of_the_other() -> None:
     assert GraphConfig.from_env(variables(capacities="64:4"), short) == outright
     both = variables(cuda_graph_max_packed_seqs="16", max_seqlen_per_dp_cp_rank="512", max_seqlen="100")
     assert GraphConfig.from_env(both, outright) == short
-    with pytest.raises(
-        ValueError,
-        match=r"environment: MEGAGRAPH_TAIL: 'empty-dummy' .* needs a max_seqlen of 512, got 100",
-    ):
+    expected = r"environment: MEGAGRAPH_TAIL: 'empty-dummy' .* needs a max_seqlen of 512, got 100"
+    with pytest.raises(ValueError, match=expected):
         GraphConfig.from_env(variables(tail="empty-dummy"), short)
 
 
@@ -131,7 +129,7 @@ def test_the_older_name_of_modules_is_taken_from_both_sources_not_beside_the_oth
 # -- errors --------------------------------------------------------------------------------------
 
 
-COUNTS = "cuda_graph_max_packed_seqs"
+COUNTS, GRANULARITY = "cuda_graph_max_packed_seqs", "cuda_graph_granularity"
 SHORT_FORM = f"{COUNTS} and max_seqlen_per_dp_cp_rank: expected both or neither, got "
 NOT_BOTH = f"capacities: expected either this or {COUNTS}"
 KNOWN = "or of attn, mlp, moe, moe_router, moe_preprocess, mamba; "
@@ -143,10 +141,7 @@ A_TABLE = "capacities: expected a table of tokens, num_seqs, max_seqlen, got {'t
     [
         ({"mode": "fast"}, "mode: expected one of graph, eager, off, got 'fast'"),
         ({"mode": None}, "mode: expected one of graph, eager, off, got None"),
-        (
-            {"cuda_graph_granularity": "model"},
-            "cuda_graph_granularity: expected one of layer, chunk, got 'model'",
-        ),
+        ({GRANULARITY: "model"}, f"{GRANULARITY}: expected one of layer, chunk, got 'model'"),
         ({"cuda_graph_modules": ["attn", "full_iteration"]}, KNOWN + "'full_iteration' is not supported yet"),
         ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is not one of full_iteration, full, attn, "),
         *(
@@ -269,6 +264,7 @@ def test_a_config_is_frozen() -> None:
 # -- options in Python, which may be spelled as in TOML --------------------------------------------------
 
 
+MODULES = "cuda_graph_modules"
 NINE = {"tokens": 9, "num_seqs": 2, "max_seqlen": 9}
 
 
@@ -284,11 +280,8 @@ NINE = {"tokens": 9, "num_seqs": 2, "max_seqlen": 9}
         ("cuda_graph_warmup_steps", np.int64(5), 5),
         # As upstream: `cuda_graph_max_packed_seqs=32` was `TypeError: 'int' object is not iterable`.
         *(("cuda_graph_max_packed_seqs", given, (32,)) for given in (32, [32], "32", (32,))),
-        *(
-            ("cuda_graph_modules", it, ("mlp", "attn"))
-            for it in ("mlp, attn", ["mlp", "attn"], "mlp,attn,mlp")
-        ),
-        *(("cuda_graph_modules", it, ()) for it in (None, "full", ["full"], ("full",), "", [])),
+        *((MODULES, it, ("mlp", "attn")) for it in ("mlp, attn", ["mlp", "attn"], "mlp,attn,mlp")),
+        *((MODULES, it, ()) for it in (None, "full", ["full"], ("full",), "", [])),
     ],
 )
 def test_python_may_spell_a_value_as_toml_does(option: str, given: Any, expected: object) -> None:

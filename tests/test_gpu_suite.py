@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ci_scripts import FOLDER, load
+from ci_scripts import FOLDER, load_runner
 from pytest import CaptureFixture, MonkeyPatch
 
 SCRIPT = FOLDER / "gpu"
@@ -33,11 +33,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="is no part of the s
 
 @pytest.fixture
 def suite(monkeypatch: MonkeyPatch) -> ModuleType:
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for a quicker start
-    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
-    module = load("gpu")
-    monkeypatch.setattr(sys.modules["lanes"], "LOOK_SECONDS", 0.02)
-    return module
+    return load_runner("gpu", monkeypatch)
 
 
 def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, gib: float = 80.0, **tests: str) -> int:

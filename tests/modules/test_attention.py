@@ -16,6 +16,7 @@ from megagraph.modules import VarlenAttention
 
 # Against float64, in units of eps(float32) * max(1, max|expected|): sums of up to 64 products.
 ERROR_UNITS = 32
+SCALING = "apply_query_key_layer_scaling"
 
 
 class Mask(enum.Enum):
@@ -30,14 +31,8 @@ class Mask(enum.Enum):
 
 
 def config(**changes: Any) -> Any:
-    fields = {
-        "attention_dropout": 0.0,
-        "context_parallel_size": 1,
-        "apply_query_key_layer_scaling": False,
-        "window_size": None,
-        "softmax_type": "vanilla",
-    }
-    return SimpleNamespace(**(fields | changes))
+    fields = {"attention_dropout": 0.0, "context_parallel_size": 1, SCALING: False}
+    return SimpleNamespace(**fields | {"window_size": None, "softmax_type": "vanilla"} | changes)
 
 
 def attention(mask: Mask = Mask.causal, **changes: Any) -> VarlenAttention:
@@ -65,11 +60,7 @@ NO_GROUP = "expected a pg_collection with the context-parallel group of context_
     [
         ({"attention_dropout": 0.1}, {}, "expected attention_dropout 0, got 0.1"),
         ({"context_parallel_size": 2}, {}, NO_GROUP),
-        (
-            {"apply_query_key_layer_scaling": True},
-            {},
-            "expected apply_query_key_layer_scaling False, got True",
-        ),
+        ({SCALING: True}, {}, f"expected {SCALING} False, got True"),
         ({"window_size": (64, 0)}, {}, r"expected window_size None, got \(64, 0\)"),
         *(
             ({"softmax_type": it}, {}, f"expected softmax_type vanilla, got {it}")
@@ -99,23 +90,21 @@ def test_what_a_call_may_not_ask_for_is_refused() -> None:
     """Without a causal mask, valid rows of a pack would see the padding after them."""
 
     def refused(
-        message: str, module: VarlenAttention, rows: tuple[int, ...], pack: Any, **asked: Any
+        message: str, rows: tuple[int, ...], pack: Any, mask: Mask = Mask.causal, **asked: Any
     ) -> None:
         with pytest.raises(ValueError, match=message):
-            module(*inputs(*rows), None, packed_seq_params=pack, **asked)
+            attention(mask)(*inputs(*rows), None, packed_seq_params=pack, **asked)
 
     for rows, pack in (((4, 2), None), ((8,), pack_of([3, 5]))):
         expected = "VarlenAttention: expected no attention_bias, got one"
-        refused(expected, attention(), rows, pack, attention_bias=torch.zeros(1))
+        refused(expected, rows, pack, attention_bias=torch.zeros(1))
     expected = "expected a causal mask or none, got arbitrary"
-    refused(expected, attention(), (8,), pack_of([8]), attn_mask_type=Mask.arbitrary)
+    refused(expected, (8,), pack_of([8]), attn_mask_type=Mask.arbitrary)
     padded, expected = pack_of([3, 5], [4, 8]), "padding inside a pack needs a causal mask, got none"
-    refused(expected, attention(Mask.no_mask), (12,), padded)
-    refused(expected, attention(), (12,), padded, attn_mask_type=Mask.padding)
+    refused(expected, (12,), padded, Mask.no_mask)
+    refused(expected, (12,), padded, attn_mask_type=Mask.padding)
     # Of dynamic context parallelism the config says 1 and each pack says its own size.
-    refused(
-        "expected a cp_group of local_cp_size 2, got none", attention(), (8,), pack_of([8], local_cp_size=2)
-    )
+    refused("expected a cp_group of local_cp_size 2, got none", (8,), pack_of([8], local_cp_size=2))
     for alone in (None, 1):
         attention()(*inputs(8), None, packed_seq_params=pack_of([8], local_cp_size=alone))
 

@@ -23,14 +23,9 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 
 def config(normalization: str = "LayerNorm", **changes: Any) -> Any:
     """The fields of Megatron's config that a norm reads."""
-    fields: dict[str, Any] = {
-        "normalization": normalization,
-        "layernorm_zero_centered_gamma": False,
-        "memory_efficient_layer_norm": False,
-        "persist_layer_norm": False,
-        "sequence_parallel": False,
-    }
-    return SimpleNamespace(**{**fields, **changes})
+    flags = ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "persist_layer_norm")
+    fields = dict.fromkeys((*flags, "sequence_parallel"), False)
+    return SimpleNamespace(normalization=normalization, **{**fields, **changes})
 
 
 def pair(normalization: str, dtype: torch.dtype) -> tuple[Norm, nn.Module]:
