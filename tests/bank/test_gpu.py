@@ -13,20 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from bank_pair import (
-    ROWS,
-    WIDTH,
-    Applies,
-    Block,
-    MicroBatch,
-    Pair,
-    RunningBank,
-    blocks,
-    new_bank,
-    run_eager,
-    unowned,
-    variant,
-)
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, new_bank, run_eager, unowned, variant
 from same_bits import assert_same_bits
 from test_verify import Baked, captured, captures, example
 from torch import Tensor, nn
@@ -80,7 +67,7 @@ def test_temporary_memory_is_paid_once_for_all_slots_and_banks_of_a_device() -> 
     assert twice_four < four * 2 - temporary, f"{twice_four} bytes of two banks, {four} of one"
 
 
-def finish(flying: list[MicroBatch], order: Sequence[int]) -> None:
+def finish(flying: Sequence[Any], order: Sequence[int]) -> None:
     for index in order:
         assert flying[index].reason is None
         flying[index].check_outputs()
@@ -416,7 +403,7 @@ def test_a_layer_that_draws_on_the_host_stays_eager() -> None:
 COLUMNS, MANY = 640, 8192  # of matrix products that need a workspace
 
 
-def captured_wide(layers: Sequence[nn.Module]) -> RunningBank:
+def captured_wide(layers: Sequence[nn.Module]) -> Any:
     bank = new_bank([layer.to("cuda", torch.bfloat16) for layer in layers], "cuda")
     bank.capture([variant(rows=MANY, row_shape=(COLUMNS,), dtype=torch.bfloat16)])
     return bank
@@ -429,7 +416,7 @@ def strangers(*sizes: int) -> list[Tensor]:
     return [torch.full((size,), torch.nan, device="cuda") for size in sizes]
 
 
-def replayed(bank: RunningBank, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+def replayed(bank: Any, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     params = [param for layer in layers for param in layer.parameters()]
     for leaf in (x, *params):
         leaf.grad = None

@@ -373,18 +373,13 @@ class Sender(nn.Module):
         out = self.first(hidden)
         return out, out * 2
 
-    def join(self, sent: tuple[Tensor, Tensor]) -> Tensor:
-        """Needs neither for its backward."""
+    def send(self, sent: tuple[Tensor, Tensor]) -> Tensor:
+        """Needs neither for its backward; another thread lets go of what is kept."""
         if self.keeps:
             self.kept.append(sent[1].detach())
-        return sent[0] + sent[1]
-
-    def send(self, sent: tuple[Tensor, Tensor]) -> Tensor:
-        """As `join()`; another thread lets go of what is kept."""
-        out = self.join(sent)
         if self.lets_go:
             threading.Timer(SECONDS, self.kept.clear).start()
-        return out
+        return sent[0] + sent[1]
 
 
 @pytest.fixture
@@ -396,17 +391,10 @@ def sender(device: str) -> Iterator[Sender]:
             thread.join()
 
 
-def captured_with(
-    sender: Sender,
-    part: Callable[[Sender, tuple[Tensor, Tensor]], Tensor],
-    *,
-    training: bool,
-    ends: bool = False,
-    **options: Any,
-) -> RunningBank:
+def captured_with(sender: Sender, *, training: bool, ends: bool = False, **options: Any) -> RunningBank:
     """Graphs with a part between them that stays eager; the last step if the bank `ends` there."""
     first = SiteSpec(name="split", module=sender, forward=Sender.split, parts=("first",), transient=(1,))
-    between = EagerPart(name="part", module=sender, forward=part)
+    between = EagerPart(name="part", module=sender, forward=Sender.send)
     steps = [first, between] if ends else [first, between, sender.second]
     bank = new_bank(steps, next(sender.parameters()).device.type, **options)
     bank.capture([variant(training=training)])
@@ -424,7 +412,7 @@ def run(sender: Sender, bank: RunningBank, *, training: bool) -> Tensor:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_next_site_waits_a_moment(sender: Sender, training: bool) -> None:
-    bank = captured_with(sender, Sender.send, training=training)
+    bank = captured_with(sender, training=training)
     for _ in range(3):
         out = run(sender, bank, training=training)
         if training:
@@ -435,7 +423,7 @@ def test_the_next_site_waits_a_moment(sender: Sender, training: bool) -> None:
 
 def test_who_keeps_a_tensor_is_waited_for_once_until_a_micro_batch_has_met_nobody(sender: Sender) -> None:
     """Bug: a thread that was very late once made every later race run eager."""
-    bank = captured_with(sender, Sender.send, training=False)
+    bank = captured_with(sender, training=False)
     sender.lets_go = False
     seconds = []
     for _ in range(6):
@@ -456,7 +444,7 @@ def test_graphs_with_collectives_wait_each_time_and_name_who_keeps_a_tensor(send
     """Bug: a rank whose worker let go late ran eager alone, and the others waited for ever."""
     asked: list[tuple[int, int, int, str]] = []
     told: dict[str, Any] = {"holds_collectives": True, "run_eager_alike": lambda *said: asked.append(said)}
-    bank = captured_with(sender, Sender.send, training=False, **told)
+    bank = captured_with(sender, training=False, **told)
     for lets_go in (False, True, True):
         sender.lets_go = lets_go
         run(sender, bank, training=False)
@@ -466,7 +454,7 @@ def test_graphs_with_collectives_wait_each_time_and_name_who_keeps_a_tensor(send
 
 def test_a_backward_waits_a_moment_and_again_after_a_wait_in_vain(sender: Sender) -> None:
     """Bugs: it raised, as somebody still reads what it writes; and did so for good after a wait in vain."""
-    bank = captured_with(sender, Sender.send, training=True, ends=True)
+    bank = captured_with(sender, training=True, ends=True)
     for lets_go in (True, False, True, True):
         sender.lets_go = lets_go
         if lets_go:

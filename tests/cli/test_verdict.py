@@ -29,23 +29,21 @@ def model(replays: int, needed: tuple[int, int, int] | None = None, **eager: int
     return {"calls": calls, "replays": replays, "eager": eager, "most_needed": most}
 
 
+UNINSTALL = "import megagraph; megagraph.uninstall()"
+RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
+NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
 REFUSED = model(0, SCOPE_UNSUPPORTED=9) | {"failures": ["GPTModel with fp8 is not supported yet"]}
 
 
 @pytest.mark.parametrize(
     ("reports", "said"),
     [
-        (
-            [],
-            "nothing replayed: no GPTModel or HybridModel ran a forward through get_forward_backward_func()",
-        ),
-        ([model(0)], "nothing replayed: no GPTModel or HybridModel ran a forward "),
+        *((reports, f"{NO_MODEL} through get_forward_backward_func()") for reports in ([], [model(0)])),
         ([model(10)], "100 % of layer calls replayed"),
         ([model(999, WARMING_UP=1)], "99 % of layer calls replayed; the rest warmed up"),
         (
             [model(82, (60, 7, 9), WARMING_UP=3, TOO_MANY_SEQUENCES=15)],
-            "82 % of layer calls replayed; 15 % eager, TOO_MANY_SEQUENCES: raise "
-            "cuda_graph_max_packed_seqs to 8 (packs held up to 7)",
+            f"82 % of layer calls replayed; 15 % eager, {RAISE_IT}",
         ),
         (
             [model(9, (60, 8, 9), TOO_MANY_SEQUENCES=1), model(9, (60, 33, 9), NESTING=1)],
@@ -77,19 +75,14 @@ def test_what_is_said(reports: list[dict[str, Any]], said: str) -> None:
 @pytest.mark.parametrize(
     ("script", "toml", "said"),
     [
-        ("pass", "", "nothing replayed: no GPTModel or HybridModel ran a forward through "),
-        (
-            "import megagraph; megagraph.uninstall()",
-            "",
-            "nothing is known: the script has called uninstall()",
-        ),
+        ("pass", "", NO_MODEL),
+        (UNINSTALL, "", "nothing is known: the script has called uninstall()"),
         ("pass", "mode = 'off'", "nothing is known: mode is off"),
         (TRAINING, "", "80 % of layer calls replayed; the rest warmed up"),
         (
-            TRAINING.replace("stream_packs(documents, 64, 6)", "stream_packs(documents, 64, 7)"),
+            TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)"),
             "",
-            "60 % of layer calls replayed; 20 % eager, TOO_MANY_SEQUENCES: raise "
-            "cuda_graph_max_packed_seqs to 8 (packs held up to 7)",
+            f"60 % of layer calls replayed; 20 % eager, {RAISE_IT}",
         ),
     ],
     ids=["no model", "uninstalled", "off", "replayed", "too many documents"],
@@ -97,7 +90,6 @@ def test_what_is_said(reports: list[dict[str, Any]], said: str) -> None:
 def test_a_run_ends_with_it(
     files: Files, capsys: pytest.CaptureFixture[str], script: str, toml: str, said: str
 ) -> None:
-    assert (
-        main(["run", "--config", str(files.toml(TOML + toml)), str(files.script(script)), "5", "pass"]) == 0
-    )
+    config, path = files.toml(TOML + toml), files.script(script)
+    assert main(["run", "--config", str(config), str(path), "5", "pass"]) == 0
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: {said}")

@@ -9,7 +9,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -238,7 +238,7 @@ def _default_dtype() -> Iterator[None]:
 
 def _autocast() -> AbstractContextManager[Any]:
     if distributed.get_world_size() > 1:  # Megatron's collectives do not take what comes of it
-        return contextlib.nullcontext()
+        return nullcontext()
     return torch.autocast("cuda" if rig.ON_GPU else "cpu", torch.bfloat16)
 
 
@@ -282,7 +282,7 @@ AROUND_REASONS = {why for _, whys in AROUND.values() for why in whys}
 )
 def trains_inside(twins: "Twins", packs: list[Given], model: int, how: str, ranks: list[int]) -> None:
     def work(trainer: Any) -> Any:
-        with AROUND[how][0]() if twins.is_of(ranks) else contextlib.nullcontext():
+        with AROUND[how][0]() if twins.is_of(ranks) else nullcontext():
             return rig.step(trainer, twins.micros(packs))
 
     twins.each(work, model)
@@ -386,14 +386,12 @@ def _again(rng: Random) -> Given:
     return {"seed": rng.choice([0, 3]), **of_ranks(rng)}  # one of both ranks, or one each, of which one fits
 
 
-def _captures_again(
-    twins: "Twins", ranks: list[int], seed: int, around: Any = contextlib.nullcontext
-) -> None:
+def _captures_again(twins: "Twins", ranks: list[int], seed: int, around: Any = nullcontext) -> None:
     """In a state that is new, with something around the steps of these ranks."""
     for trainer in twins.pairs[0].both:
         last = trainer.chunk.decoder.layers[-1]
         last.number = getattr(last, "number", 0) + 1  # the address of an object() may be a former one's
-    with around() if twins.is_of(ranks) else contextlib.nullcontext():
+    with around() if twins.is_of(ranks) else nullcontext():
         for _ in range(3):
             twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20], "seed": seed}])))
 
@@ -536,7 +534,7 @@ def _announced(rng: Random) -> Given:
 
 @event(*MOVES, draw=_announced)
 def moves_gradients(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
-    with _suspended() if is_told else contextlib.nullcontext():
+    with _suspended() if is_told else nullcontext():
         for trainer in twins.first_of(ranks):
             twins.kept.append(host_rig.Offload())
             twins.kept[-1].move_gradients(trainer.model)
@@ -544,7 +542,7 @@ def moves_gradients(twins: "Twins", is_told: bool, index: int, ranks: list[int])
 
 @event(*MOVES, draw=_announced, weight=4)
 def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
-    with _suspended() if is_told else contextlib.nullcontext():
+    with _suspended() if is_told else nullcontext():
         for trainer in twins.first_of(ranks):
             params = [*trainer.chunk.decoder.parameters()]
             param = params[index % len(params)]
@@ -555,7 +553,7 @@ def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) 
 
 @event(*MOVES, draw=_announced)
 def offloads(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
-    with _suspended() if is_told else contextlib.nullcontext():
+    with _suspended() if is_told else nullcontext():
         for trainer in twins.first_of(ranks):
             if not all(param.requires_grad for param in trainer.model.param_to_bucket_group):
                 twins.explain("FOREIGN_HOOK", lasts=True)  # once they train again: DDP's are lost

@@ -86,44 +86,41 @@ def _tied(_config: Any) -> dict[str, Any]:
     return {"share_embeddings_and_output_weights": True}
 
 
+def _prepared(prepare: Callable[[Any], Any]) -> Callable[..., Trainer]:
+    return partial(ModelTrainer, prepare=prepare)
+
+
 _SHARED = frozenset({"SHARED_PARAMETER"})
+_EXPERTS = frozenset({"experts"})
 _RANKS = frozenset({"tp", "sp", "cp", "some", "dp"})
 _APART = frozenset({"tp", "dp"})
 KINDS: dict[str, Kind] = {
     "dense": Kind(make=ModelTrainer, has=frozenset({"dense"}), layouts=_RANKS),
-    "probes": Kind(
-        make=partial(ModelTrainer, prepare=around_mlps(Probe)), has=frozenset({"probes"}), layouts=_APART
-    ),
-    "adapters": Kind(
-        make=partial(ModelTrainer, prepare=partial(adapt, names=LINEARS)), has=frozenset({"adapters"})
-    ),
+    "probes": Kind(make=_prepared(around_mlps(Probe)), has=frozenset({"probes"}), layouts=_APART),
+    "adapters": Kind(make=_prepared(partial(adapt, names=LINEARS)), has=frozenset({"adapters"})),
     "tied embeddings": Kind(make=partial(ModelTrainer, arguments=_tied)),
     "three layers": Kind(make=partial(ModelTrainer, layers=3, query_groups=1)),
     "own forwards": Kind(make=partial(HostTrainer, OwnModel, OwnBlock)),
-    "shared parameter": Kind(make=partial(ModelTrainer, prepare=_shares_a_parameter), reasons=_SHARED),
-    "foreign parameter": Kind(
-        make=partial(ModelTrainer, prepare=_reads_a_foreign_parameter), reasons=_SHARED
-    ),
+    "shared parameter": Kind(make=_prepared(_shares_a_parameter), reasons=_SHARED),
+    "foreign parameter": Kind(make=_prepared(_reads_a_foreign_parameter), reasons=_SHARED),
     "experts": Kind(
         make=_experts,
         scopes=(("attn",), ("mlp",), ("attn", "moe_router"), ("attn", "moe_router", "mlp")),
-        has=frozenset({"experts"}),
+        has=_EXPERTS,
         layouts=frozenset({"ep", "dp"}),
     ),
     "biased experts": Kind(
         make=partial(_experts, config={**moe_rig.BIAS, **moe_rig.SHARED}),
         scopes=(("attn",), ("attn", "moe_router")),
-        has=frozenset({"experts"}),
+        has=_EXPERTS,
     ),
     "padded experts": Kind(
         make=partial(_experts, config=moe_rig.PADS),
         scopes=(("attn", "moe"), ("attn", "moe_router", "moe_preprocess"), ("attn", "moe_router")),
-        has=frozenset({"experts"}),
+        has=_EXPERTS,
     ),
     "grouped experts": Kind(
-        make=partial(_experts, is_grouped=True),
-        scopes=((), ("attn", "moe_router")),
-        has=frozenset({"experts"}),
+        make=partial(_experts, is_grouped=True), scopes=((), ("attn", "moe_router")), has=_EXPERTS
     ),
 }
 if seams.hybrid_seams():
@@ -135,9 +132,8 @@ if seams.hybrid_seams():
         has=frozenset({"experts", "hybrid"}),
     )
 for _name in MLA_KINDS:
-    _layouts = (
-        _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
-    )  # whose table is made on a GPU
+    # The table of one is made on a GPU.
+    _layouts = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
     KINDS[f"MLA: {_name}"] = Kind(make=partial(MlaTrainer, kind=_name), layouts=_layouts)
 if ON_GPU:
     KINDS["engine"] = Kind(make=lambda **given: ModelTrainer(spec=te_layer_spec(), **given))

@@ -189,14 +189,9 @@ class Twins:
             packs = [{**it, "seed": it.get("seed", 0) + 1} for it in packs[::-1]]
         elif self.layout == "some":  # every second pack is shared; others are each rank's own, if they fit
             seeds = [it.get("seed", 0) for it in packs]
-            packs = [
-                {
-                    **it,
-                    **(TOO_MANY if self.rank and seed % 4 == 3 else {}),
-                    "group": None if seed % 2 else self._group,
-                }
-                for it, seed in zip(packs, seeds, strict=True)
-            ]
+            groups = [{"group": None if seed % 2 else self._group} for seed in seeds]
+            other = [TOO_MANY if self.rank and seed % 4 == 3 else {} for seed in seeds]
+            packs = [it | many | group for it, many, group in zip(packs, other, groups, strict=True)]
         micro = {"cp": SharedMicro, "some": OwnMicro}.get(self.layout, rig.Micro)
         for it in packs:
             fields = {name: tuple(value) if isinstance(value, list) else value for name, value in it.items()}
@@ -326,14 +321,8 @@ class Twins:
         for graphs in rig.the_plugin().all_graphs():
             if graphs.model() is trainer.chunk:
                 return graphs.report()
-        return {
-            "calls": 0,
-            "replays": 0,
-            "eager": {},
-            "graphs": 0,
-            "cp_sizes": {},
-            "failures": [],
-        }  # has not run since the plugin was installed
+        # It has not run since the plugin was installed.
+        return {"calls": 0, "replays": 0, "eager": {}, "graphs": 0, "cp_sizes": {}, "failures": []}
 
     def calm_down(self) -> None:
         """Takes everything back; from then on the first pair replays again."""
