@@ -70,9 +70,8 @@ def _layer_figures(kind: str) -> list[Figure]:
     figures: list[Figure] = []
     for scopes, answer in answers.items():
         walls: dict[str, Any] = {"rival": EAGER, "rival_value": its, "bar": its} if scopes != EAGER else {}
-        step, memory = (
-            f"{kind}: {scopes}: {what}" for what in ("a step of four micro-batches", "peak memory reserved")
-        )
+        step = f"{kind}: {scopes}: a step of four micro-batches"
+        memory = f"{kind}: {scopes}: peak memory reserved"
         figures.append(timed(step, answer["graphed"], "ms", **walls))
         if scopes == EAGER:
             figures.append(Figure(name=memory, value=peak, unit="MiB"))

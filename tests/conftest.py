@@ -23,9 +23,7 @@ TEST_CORE = os.environ.get("MEGAGRAPH_TEST_CORE")
 if TEST_CORE:
     folder = str(Path(TEST_CORE).resolve())
     if not Path(folder, "megatron", "core").is_dir():
-        raise RuntimeError(
-            f"MEGAGRAPH_TEST_CORE: expected a folder that holds megatron/core, got {TEST_CORE}"
-        )
+        raise RuntimeError(f"MEGAGRAPH_TEST_CORE: expected a folder with megatron/core, got {TEST_CORE}")
     sys.path.insert(0, folder)
     # For the processes that tests start.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))

@@ -53,10 +53,8 @@ def source_files(*folders: str) -> list[Path]:
 
 def test_imports_point_down_only() -> None:
     pytest.importorskip("importlinter")
-    command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    run = subprocess.run(
-        [sys.executable, "-c", command, "--no-cache"], cwd=ROOT, capture_output=True, text=True
-    )
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    run = subprocess.run([sys.executable, "-c", code, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

@@ -36,9 +36,7 @@ from megagraph.demo.packs import Pack  # noqa: E402
 from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")
-BENCHMARKS: dict[str, Any] = {
-    name: importlib.import_module(f"benchmarks.bench_{name}") for name in command.NAMES
-}
+BENCHMARKS: dict[str, Any] = {it: importlib.import_module(f"benchmarks.bench_{it}") for it in command.NAMES}
 REFUSED = {"error": "RuntimeError: no"}
 FIGURE = Figure(name="f", value=2, unit="us", bar=3)
 

@@ -61,12 +61,8 @@ def test_what_passed_failed_and_did_not_run_is_told(
     assert "test_one.py::test_fails: AssertionError: a sum" in said
     assert "part none: pytest ended with 5" in said
     left_out = said.split("did not run:")[1].split("\n")[1:5]
-    assert [line.strip() for line in left_out] == [
-        suite.ELSEWHERE,
-        "part absent",
-        "2 tests: needs another one",
-        "1 tests: needs two of them",
-    ]
+    expected = [suite.ELSEWHERE, "part absent", "2 tests: needs another one", "1 tests: needs two of them"]
+    assert [line.strip() for line in left_out] == expected
     assert (tmp_path / "one.log").exists() and (tmp_path / "one.xml").exists()
 
 

@@ -247,6 +247,4 @@ def measure_calls() -> Answer:
     with _models_that_idle():
         for _, kind in in_turns(kinds, CALL_ROUNDS):
             times[kind] += trainers[kind.layers].one_round(kind)
-    return {
-        name: {"patched": times[case], "unpatched": times[unpatched[name]]} for name, case in CASES.items()
-    }
+    return {name: {"patched": times[it], "unpatched": times[unpatched[name]]} for name, it in CASES.items()}

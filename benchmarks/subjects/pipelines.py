@@ -58,17 +58,14 @@ class Pass(NamedTuple):
 Before = Callable[[int, Pass], None]
 
 
-def transformer_engines_spec(config: Any, **place: Any) -> Any:
+def engines_block_spec(config: Any, **place: Any) -> Any:
     """A `BlockSpec` of Transformer Engine's modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
 
 
-LAYERS: dict[str, BlockSpec] = {
-    "core": get_gpt_block_varlen_spec,
-    "Transformer Engine": transformer_engines_spec,
-}
+LAYERS: dict[str, BlockSpec] = {"core": get_gpt_block_varlen_spec, "Transformer Engine": engines_block_spec}
 
 
 def drawn_packs(tokens: int, count: int, *, seed: int) -> list[Pack]:
@@ -382,9 +379,7 @@ def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
     path = os.environ.get("MEGAGRAPH_REPORT")
     target = None if path is None else Path(path)
     install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, report=target)
-    trainers = {
-        how: PipelineTrainer(cut, model, _forward, spec=LAYERS[layers]) for how in ("eager", "graphed")
-    }
+    trainers = {it: PipelineTrainer(cut, model, _forward, spec=LAYERS[layers]) for it in ("eager", "graphed")}
     walls: dict[str, list[float]] = {how: [] for how in trainers}
 
     def step(how: str, batches: Sequence[Batch]) -> list[Tensor]:

@@ -166,10 +166,8 @@ def give_main_grads(layers: Sequence[nn.Module]) -> list[object]:
 
 def unowned(tensor: Tensor) -> Tensor:
     """The same memory, which this tensor does not keep: what a kernel that reads freed memory has."""
-    nbytes = tensor.untyped_storage().nbytes()
-    storage = torch._C._construct_storage_from_data_pointer(
-        tensor.untyped_storage().data_ptr(), tensor.device, nbytes
-    )
+    own = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), tensor.device, own.nbytes())
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -25,10 +25,8 @@ from megagraph.bank.verify import verify
 from megagraph.decide.reasons import EagerReason
 
 
-def with_dropout(num_layers: int = 3) -> list[nn.Module]:
-    return [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Dropout(0.2)) for _ in range(num_layers)
-    ]
+def with_dropout(count: int = 3) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Dropout(0.2)) for _ in range(count)]
 
 
 class Tracker:

@@ -63,14 +63,8 @@ ROUTER_PARTS = ("norm", "gate", "other")
 
 
 def steps_of(layer: Router, transient: Sequence[int] = ()) -> list[Any]:
-    route = SiteSpec(
-        name="route",
-        module=layer,
-        forward=Router.route,
-        parts=ROUTER_PARTS,
-        transient=transient,
-        state=lambda module: [module.metric],
-    )
+    further: Any = {"transient": transient, "state": lambda module: [module.metric]}
+    route = SiteSpec(name="route", module=layer, forward=Router.route, parts=ROUTER_PARTS, **further)
     experts = EagerPart(name="experts", module=layer, forward=Router.apply_experts)
     return [route, experts, SiteSpec(name="finish", module=layer, forward=Router.finish, parts=("after",))]
 

@@ -18,13 +18,9 @@ from megagraph.decide.reasons import EagerReason
 State = _C.BankState
 Change = Callable[[Tensor], Tensor]
 
-ALLOWED = {(State.WARM_UP, State.CAPTURING), (State.CAPTURING, State.SEALED), (State.SEALED, State.CAPTURING)}
-PATHS = {
-    State.WARM_UP: [],
-    State.CAPTURING: [State.CAPTURING],
-    State.SEALED: [State.CAPTURING, State.SEALED],
-    State.RELEASED: [State.RELEASED],
-}
+WARM_UP, CAPTURING, SEALED, RELEASED = State.WARM_UP, State.CAPTURING, State.SEALED, State.RELEASED
+ALLOWED = {(WARM_UP, CAPTURING), (CAPTURING, SEALED), (SEALED, CAPTURING)}
+PATHS = {WARM_UP: [], CAPTURING: [CAPTURING], SEALED: [CAPTURING, SEALED], RELEASED: [RELEASED]}
 
 
 def bank_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
@@ -46,7 +42,7 @@ def test_states_change_only_as_a_bank_lives(start: State) -> None:
         for state in PATHS[start]:
             bank.become(state)
         assert bank.state is start or bank.state == start
-        if target == State.RELEASED or (start, target) in ALLOWED:
+        if target == RELEASED or (start, target) in ALLOWED:
             bank.become(target)
             assert bank.state == target
         else:
@@ -61,7 +57,7 @@ def test_a_bank_needs_a_module_and_a_slot(device: str) -> None:
     with pytest.raises(ValueError, match=r"at least one slot, got 0"):
         Bank(blocks(1), device, num_slots=0)
     with pytest.raises(ValueError, match=r"at least one site, got 0"):
-        bank_of(num_sites=0)
+        bank_of(sites=0)
     part = EagerPart(name="part", module=Block(), forward=lambda _module, hidden: hidden)
     with pytest.raises(ValueError, match="expected at least one module, got 1 parts that stay eager"):
         Bank([part], device)
@@ -71,7 +67,7 @@ def test_release_runs_everything_eager_and_may_come_twice(pair: Pair) -> None:
     pair.step()
     pair.bank.release()
     pair.bank.release()
-    assert pair.bank.state == State.RELEASED
+    assert pair.bank.state == RELEASED
     assert pair.step() is EagerReason.RELEASED
     with pytest.raises(RuntimeError, match=r"released bank cannot become capturing"):
         pair.capture()
@@ -128,7 +124,7 @@ def test_who_captures_or_drops_needs_free_slots_and_is_told_who_holds_them(pair:
         pair.capture(variant("more"))
     with pytest.raises(RuntimeError, match="still held: "):
         pair.bank.drop(["train"])
-    assert pair.bank.state == State.SEALED
+    assert pair.bank.state == SEALED
     micro_batch.backward()
     del micro_batch
     pair.capture(variant("more"))

@@ -146,10 +146,8 @@ def test_what_staging_cannot_do_is_an_error(device: str) -> None:
         bank.capture([variant(metadata={"mask": mask})])
     spec = MetadataSpec(kind=Kind.OFFSETS, example=torch.zeros(3, dtype=torch.int32, device=device), source=0)
     bank.capture([variant(metadata={str(i): spec for i in range(16)})])
-    with (
-        bank.micro_batch("train", [offsets([2], device)]),
-        pytest.raises(RuntimeError, match=r"takes up to 16 buffers"),
-    ):
+    sources = [offsets([2], device)]
+    with bank.micro_batch("train", sources), pytest.raises(RuntimeError, match=r"takes up to 16 buffers"):
         bank(torch.randn(6, WIDTH, device=device))
     assert bank.all_free()
 
@@ -332,18 +330,8 @@ LAYERS = 2
 KERNELS = 4  # of FlashAttention, one forward and three backward
 
 # From one document to another of every kind, so that grids shrink and grow again.
-DOCUMENTS = [
-    [ATTENDED],
-    [1],
-    [5, 500, 3],
-    [64] * MOST_SEQS,
-    [0, 0, 9, 0, 900],
-    [0],
-    [700, 300],
-    [3] * 7,
-    [128, 256, 129],
-    [ATTENDED],
-]
+DOCUMENTS = [[ATTENDED], [1], [5, 500, 3], [64] * MOST_SEQS, [0, 0, 9, 0, 900], [0], [700, 300], [3] * 7]
+DOCUMENTS += [[128, 256, 129], [ATTENDED]]
 
 
 class Attention(nn.Module):

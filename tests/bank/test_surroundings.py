@@ -412,10 +412,8 @@ def test_before_a_step_a_rank_says_what_would_keep_it_eager() -> None:
     pair = pair_of(Ranks(are_alike=False))
 
     def reasons(look_at_grads: bool = False) -> list[EagerReason | None]:
-        return [
-            pair.bank.reason_before_step(training=training, look_at_grads=look_at_grads)
-            for training in (False, True)
-        ]
+        ask = pair.bank.reason_before_step
+        return [ask(training=it, look_at_grads=look_at_grads) for it in (False, True)]
 
     assert reasons() == [None, None]
     with CountsOps():

@@ -76,10 +76,8 @@ def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_a
 def test_modules_beside_the_script_precede_the_working_folder(files: Files, monkeypatch: MonkeyPatch) -> None:
     (files.folder / "helper_of_a_script.py").write_text("WHERE = 'working folder'")
     files.script("WHERE = 'beside the script'", "helper_of_a_script.py")
-    path = files.script(
-        "import helper_of_a_script, pathlib\n"
-        "pathlib.Path(__file__).with_suffix('.txt').write_text(helper_of_a_script.WHERE)\n"
-    )
+    lines = "pathlib.Path(__file__).with_suffix('.txt').write_text(helper_of_a_script.WHERE)"
+    path = files.script(f"import helper_of_a_script, pathlib\n{lines}\n")
     monkeypatch.chdir(files.folder)
     monkeypatch.syspath_prepend(str(files.folder))
     try:
@@ -134,11 +132,8 @@ def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixtur
     assert "8 (80.0%)" in capsys.readouterr().out
     assert main(["report", str(report), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document == {
-        "format": 2,
-        "models": [model],
-        "verdict": "80 % of layer calls replayed; the rest warmed up",
-    }
+    verdict = "80 % of layer calls replayed; the rest warmed up"
+    assert document == {"format": 2, "models": [model], "verdict": verdict}
     written = files.folder / "written.json"
     assert main(["report", str(report), "--json", str(written)]) == 0
     assert json.loads(written.read_text()) == document

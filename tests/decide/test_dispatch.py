@@ -404,15 +404,8 @@ def test_frequencies_of_each_token_are_sources_between_offsets_and_mask() -> Non
 
 def test_every_value_of_a_key_makes_another_one() -> None:
     key = VariantKey(None, PackForm(False, False, None), grad=True)
-    others = {
-        "capacity": BANK[1][0],
-        "form": PackForm(True, False, None),
-        "grad": False,
-        "state": 1,
-        "has_mask": True,
-        "cp_size": 2,
-        "by_token": True,
-    }
+    others: dict[str, Any] = {"capacity": BANK[1][0], "form": PackForm(True, False, None), "grad": False}
+    others |= {"state": 1, "has_mask": True, "cp_size": 2, "by_token": True}
     made = [key.replace(**{name: value}) for name, value in others.items()]
     assert len({key, *made}) == len(made) + 1
     forms = [key.form.replace(**{name: True}) for name in key.form.as_dict()]

@@ -155,13 +155,13 @@ def begin(states: States, *fingerprints: int, settings: int = 1) -> bool:
 
 def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
     states = States(1)
-    for fingerprint, settings, number, is_new in (
+    for name, settings, number, is_new in (
         (7, 1, 0, True),
         (8, 1, 1, True),
         (7, 1, 0, False),
         (7, 2, 2, True),
     ):
-        assert begin(states, fingerprint, settings=settings)
+        assert begin(states, name, settings=settings)
         assert (states.current, states.is_new) == (number, is_new)
     assert states.oldest_first() == [1, 0, 2]
     assert states.of_call(8) == 3  # under the settings of now

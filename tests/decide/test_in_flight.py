@@ -41,14 +41,9 @@ def schedules(groups: Callable[[int], list[int]]) -> Iterator[StageSchedule]:
         for stage in range(stages):
             yield StageSchedule(stages=stages, stage=stage)
             several = itertools.product(range(2, MOST_CHUNKS + 1), groups(stages), (False, True))
-            for chunks, group_size, has_expert_overlap in several if stages > 1 else ():
-                yield StageSchedule(
-                    stages=stages,
-                    stage=stage,
-                    chunks=chunks,
-                    group_size=group_size,
-                    has_expert_overlap=has_expert_overlap,
-                )
+            for chunks, group_size, overlaps in several if stages > 1 else ():
+                how = {"chunks": chunks, "group_size": group_size, "has_expert_overlap": overlaps}
+                yield StageSchedule(stages=stages, stage=stage, **how)
 
 
 def most_in(order: list[Pass], chunks: int) -> list[int]:

@@ -96,11 +96,7 @@ def test_the_standard_library_is_its_text_and_sources_only_in_the_same_order_eac
     write_files(library, LICENSE=b"a", b_dot_py=b"b", c__d_dot_txt=b"c", e_dot_so=b"d", f_dot_py=b"a\0b")
     write_files(library, **{"site-packages__f_dot_py": b"e", "test__g_dot_py": b"f"})
     write_files(library, _dot_hidden_dot_py=b"g", _dot_git__h_dot_py=b"h", empty_dot_py=b"")
-    assert [document.name for document in load_documents(None)] == [
-        "LICENSE[0:1]",
-        "b.py[0:1]",
-        "c/d.txt[0:1]",
-    ]
+    assert [it.name for it in load_documents(None)] == ["LICENSE[0:1]", "b.py[0:1]", "c/d.txt[0:1]"]
 
 
 def texts(documents: list[Document]) -> list[bytes]:

@@ -186,10 +186,8 @@ def test_an_unpacked_batch_equals_torchs_attention(
 
     leaves = [t.detach().double().requires_grad_() for t in qkv]
     q_BHSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in leaves)
-    out_BHSD = scaled_dot_product_attention(
-        q_BHSD, k_BGSD, v_BGSD, is_causal=causal, scale=scale, enable_gqa=True
-    )
-    out = out_BHSD.permute(2, 0, 1, 3).flatten(2)
+    out = scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=causal, scale=scale, enable_gqa=True)
+    out = out.permute(2, 0, 1, 3).flatten(2)
     expected = [out, *torch.autograd.grad(out, leaves, grad.double())]
     for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         assert a.is_contiguous() or name != "out"

@@ -319,9 +319,7 @@ def host_waits_for_nothing() -> Iterator[None]:
 @pytest.mark.gpu
 def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     few, shared, packed = (offsets(it, "cuda") for it in ([3, 0, 4], [8, 0, 16], [20, 30]))
-    q, k, v = (
-        torch.randn(64, heads, 64, device="cuda").to(torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
-    )
+    q, k, v = (torch.randn(64, n, 64, device="cuda").bfloat16().requires_grad_() for n in (4, 2, 2))
     grad = torch.randn_like(q)
     request.getfixturevalue("host_waits_for_nothing")
     CORE.pad_cu_seqlens(few, 5, 9)

@@ -31,14 +31,11 @@ Shape = tuple[int, int, int, int]
 def inputs(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """q, kv and k_pe as attention has them: views of projections' outputs."""
     heads, content, rotary, value = shape
-    q = torch.randn(rows, heads * (content + rotary), device=device).to(dtype)
-    kv = torch.randn(rows, heads * (content + value), device=device).to(dtype)
-    low_rank = torch.randn(rows, 16 + rotary, device=device).to(dtype)
-    return (
-        q.view(rows, heads, content + rotary),
-        kv.view(rows, heads, content + value),
-        low_rank[:, 16:].unsqueeze(1),
+    q, kv = (
+        torch.randn(rows, heads * dim, device=device).to(dtype).view(rows, heads, dim)
+        for dim in (content + rotary, content + value)
     )
+    return q, kv, torch.randn(rows, 16 + rotary, device=device).to(dtype)[:, 16:].unsqueeze(1)
 
 
 def small(device: str) -> tuple[Tensor, ...]:

@@ -256,18 +256,16 @@ def test_schedules_of_few_documents_are_close_to_the_best_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "num, ranks, cp_sizes, max_packed_seqs",
+    "num, ranks, sizes, most",
     [(6215, 128, (1, 2), 1), (9679, 64, (1, 2, 4), 4), (48, 256, (32, 64), 2)],
 )
 def test_a_schedule_that_is_hard_to_find_takes_no_seconds(
-    num: int, ranks: int, cp_sizes: tuple[int, ...], max_packed_seqs: int
+    num: int, ranks: int, sizes: tuple[int, ...], most: int
 ) -> None:
     """Too few documents for the packs of single ranks once took many tries, each from the beginning."""
     drawn = random.Random(num)
-    limits = ScheduleLimits(
-        ranks=ranks, cp_sizes=cp_sizes, max_seqlen_per_dp_cp_rank=512, max_packed_seqs=max_packed_seqs
-    )
-    longest = 512 * cp_sizes[-1]
+    limits = ScheduleLimits(ranks=ranks, cp_sizes=sizes, max_seqlen_per_dp_cp_rank=512, max_packed_seqs=most)
+    longest = 512 * sizes[-1]
     lengths = [min(longest, int(drawn.lognormvariate(0, 1) * 512) + 1) for _ in range(num)]
     start = time.thread_time()
     schedule = schedule_packs(lengths, limits)

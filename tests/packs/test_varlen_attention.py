@@ -152,12 +152,10 @@ def test_empty_slots_change_no_bit_of_the_output(device: str) -> None:
 def test_views_of_a_fused_projection_attend_like_their_copies(device: str) -> None:
     qkv = torch.randn(24, 4, 3 * 16, device=device).to(DTYPE[device])
     fused = list(qkv.split(16, -1))
-    heads_first = [
-        it.transpose(0, 1)[:24] for it in torch.randn(3, 4, 30, 16, device=device).to(DTYPE[device])
-    ]
+    swapped = [it.transpose(0, 1)[:24] for it in torch.randn(3, 4, 30, 16, device=device).to(DTYPE[device])]
     unaligned = [it[..., 3:19] for it in torch.randn(3, 24, 4, 20, device=device).to(DTYPE[device])]
     grad = torch.ones(1, device=device, dtype=DTYPE[device]).expand(24, 4, 16)
-    for views in (fused, heads_first, unaligned):
+    for views in (fused, swapped, unaligned):
         copies = [view.contiguous() for view in views]
         assert_same_bits(attend([*views, grad], [9, 10]), attend([*copies, grad.contiguous()], [9, 10]))
 

@@ -508,9 +508,7 @@ def keeps_an_output(twins: "Twins", packs: list[Given], model: int) -> None:
     """Of the decoder, until somebody lets go."""
 
     def work(trainer: Any) -> Any:
-        handle = trainer.chunk.decoder.register_forward_hook(
-            lambda _block, _args, out: twins.held.append(out)
-        )
+        handle = trainer.chunk.decoder.register_forward_hook(lambda _it, _args, out: twins.held.append(out))
         try:
             return rig.step(trainer, twins.micros(packs))
         finally:
