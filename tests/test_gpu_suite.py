@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,9 +51,7 @@ def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, gib: float = 8
     return code
 
 
-def test_what_passed_failed_and_did_not_run_is_told(
-    suite: ModuleType, tmp_path: Path, capsys: CaptureFixture[str]
-) -> None:
+def test_what_passed_failed_and_did_not_run_is_told(suite: ModuleType, tmp_path: Path, capsys: Any) -> None:
     assert run(suite, tmp_path, one=TESTS, other="def test_passes(): pass", none="") == 1
     said = capsys.readouterr().out
     table = said.split("seconds\n")[1].split(" s in all")[0].splitlines()

@@ -286,8 +286,8 @@ WRONG_VALUES: list[tuple[str, object]] = [
         ),
     ],
 )
-def test_a_malformed_report_is_named_with_what_was_expected(
-    tmp_path: Path, capsys: CaptureFixture[str], content: Any, message: str
+def test_a_malformed_report_says_what_is_wrong(
+    tmp_path: Path, capsys: Any, content: Any, message: str
 ) -> None:
     path = tmp_path / "report.json"
     if callable(content):
@@ -397,10 +397,8 @@ TIMES = {
     ("suffix", "begins"),
     [(".PNG", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml"), (".docx", None), ("", None)],
 )
-def test_the_ending_says_which_kind_of_image_and_a_drawing_leaves_nothing_behind(
-    tmp_path: Path, suffix: str, begins: bytes | None
-) -> None:
-    """Neither in pyplot, nor in the settings of a process that draws more."""
+def test_the_ending_says_which_kind_of_image_it_is(tmp_path: Path, suffix: str, begins: bytes | None) -> None:
+    """A drawing leaves nothing behind: neither in pyplot nor in the settings of a process that draws more."""
     path, before = tmp_path / f"slots{suffix}", dict(matplotlib.rcParams)
     # Without an ending matplotlib adds one, and the file that was asked for is not there.
     message = rf"slots{suffix}: expected an .*png.*svg"

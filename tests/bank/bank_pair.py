@@ -26,6 +26,7 @@ from megagraph.decide.reasons import EagerReason
 WIDTH = 8
 ROWS = 6
 
+Step = nn.Module | SiteSpec | EagerPart
 _banks: weakref.WeakSet[Bank] = weakref.WeakSet()
 
 
@@ -72,7 +73,7 @@ class RunningBank(Bank):
 
 
 def new_bank(
-    modules: Sequence[nn.Module | SiteSpec | EagerPart],
+    modules: Sequence[Step],
     device: str,
     *,
     num_slots: int = 1,

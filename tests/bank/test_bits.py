@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -113,9 +114,7 @@ def is_never_like(run: Callable[[], Tensor]) -> bool:
 @pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (-1, 16), (-1, 3, 1), (-1,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", SCALES, ids=["even", "rows", "columns"])
-def test_one_run_more_is_no_other_kernel(
-    scale: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: str
-) -> None:
+def test_one_run_more_is_no_other_kernel(scale: Tensor, dtype: torch.dtype, shape: Any, device: str) -> None:
     def run() -> Tensor:
         whole = of_seed().flatten()
         return whole[: len(whole) // 3 * 3 if 3 in shape else len(whole)].reshape(shape)
@@ -133,7 +132,7 @@ def test_rows_that_each_run_rounds_otherwise_are_hardly_ever_an_alarm() -> None:
 @pytest.mark.parametrize("row", [1, 5, 15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [0.0, 1.1])
-def test_small_rows_beside_noise_must_be_right(
+def test_small_rows_beside_noise_may_not_err(
     row: int, dtype: torch.dtype, factor: float, device: str
 ) -> None:
     """Bug: the noise of the largest entries excused whatever small ones were."""

@@ -258,9 +258,7 @@ class FusedLinear(nn.Module):
 
 
 @pytest.mark.parametrize("zeroes_out", [False, True])
-def test_gradients_of_fused_layers_are_added_once_unless_they_zero_them(
-    device: str, zeroes_out: bool
-) -> None:
+def test_gradients_of_fused_layers_are_added_once_unless_zeroed_out(device: str, zeroes_out: bool) -> None:
     """Megatron's hook adds what such a layer hands on, although it has added the gradient itself."""
     layers = [FusedLinear(zeroes_out=zeroes_out), Block(), FusedLinear()]
     pair = Pair(device, layers, main_grad=True).capture()

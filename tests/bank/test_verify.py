@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,10 +48,10 @@ def captures() -> Iterator[None]:
 
 
 def captured(
-    steps: Sequence[Any], device: str, *, training: bool = True, fewer_rows: bool = False, **options: Any
+    steps: Any, device: str, *, training: bool = True, fewer_rows: bool = False, **more: Any
 ) -> Bank:
     moved = [step.to(device) if isinstance(step, nn.Module) else step for step in steps]
-    bank = Bank(moved, device, options=BankOptions(guard=captures, **options))
+    bank = Bank(moved, device, options=BankOptions(guard=captures, **more))
     bank.capture([variant("it", training=training, fewer_rows=fewer_rows)])
     return bank
 
@@ -81,9 +81,7 @@ def assert_right(verified: Verification) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("main_grads", [True, False])
-def test_right_graphs_differ_in_nothing_and_leave_nothing(
-    device: str, training: bool, main_grads: bool
-) -> None:
+def test_right_graphs_neither_differ_nor_leave_a_trace(device: str, training: bool, main_grads: bool) -> None:
     layers = [layer.to(device) for layer in [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)]]
     held = give_main_grads(layers) if main_grads else []
     bank = captured(layers, device, training=training)
@@ -400,9 +398,7 @@ def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 2])
 @pytest.mark.parametrize("eager_at", [{0}, {1}, {0, 1, 2}, {3}])
-def test_sites_are_verified_beside_eager_parts(
-    device: str, rows: int, eager_at: set[int], training: bool
-) -> None:
+def test_sites_are_verified_beside_eager_parts(device: str, rows: int, eager_at: Any, training: bool) -> None:
     """Bug: behind something eager, only micro-batches that filled the capacity were compared at all."""
     layers = [layer.to(device) for layer in (Block(), Baked(2.0), Baked(2.5))]
     part = EagerPart(name="between", module=layers[0], forward=lambda _module, before, **_: before * 1.5)
@@ -458,9 +454,7 @@ NAMES = {"buffer": "buffer counted", "attribute": "attribute kept", "state": "fu
 @pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("where", NAMES)
-def test_what_calls_write_is_compared_and_reset(
-    device: str, where: str, training: bool, in_graph: bool
-) -> None:
+def test_written_state_is_compared_and_reset(device: str, where: str, training: bool, in_graph: bool) -> None:
     """Bug: it was never compared; and a plain attribute had counted every run afterwards."""
     layer = Counts(where, device, in_graph=in_graph)
     further: dict[str, Any] = {"state": lambda module: module.foreign} if where == "state" else {}

@@ -16,6 +16,7 @@ import megagraph
 from megagraph.cli import main
 from megagraph.megatron.patch.installation import installed_plugin
 
+Refused = Callable[..., str]
 # What is typed, and how the sentence begins behind `megagraph COMMAND: `. {big} is 2**31.
 COMMAND_LINES = """
  -> expected a command: demo | run | report
@@ -122,7 +123,7 @@ def snapshot(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def refused(capsys: CaptureFixture[str]) -> Callable[..., str]:
+def refused(capsys: CaptureFixture[str]) -> Refused:
     """Runs a command, which must end with 2 and one line on standard error alone. Returns it."""
 
     def run(*words: str) -> str:
@@ -138,22 +139,20 @@ def refused(capsys: CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize(("typed", "said"), cases(COMMAND_LINES))
-def test_of_the_command_line(refused: Callable[..., str], typed: str, said: str) -> None:
+def test_of_the_command_line(refused: Refused, typed: str, said: str) -> None:
     program, _, sentence = refused(*typed.split()).partition(": ")
     assert program.split()[0] == "megagraph" and sentence.startswith(said)
 
 
 @pytest.mark.parametrize(("typed", "said"), cases(VARIABLES))
-def test_of_variables(refused: Callable[..., str], monkeypatch: MonkeyPatch, typed: str, said: str) -> None:
+def test_of_variables(refused: Refused, monkeypatch: MonkeyPatch, typed: str, said: str) -> None:
     name, _, value = typed.partition("=")
     monkeypatch.setenv(f"MEGAGRAPH_{name}", value)
     assert refused("run", "script.py").startswith(f"megagraph run: environment: {said}")
 
 
 @pytest.mark.parametrize(("typed", "said"), cases(TOML))
-def test_of_a_file(
-    refused: Callable[..., str], tmp_path_factory: TempPathFactory, typed: str, said: str
-) -> None:
+def test_of_a_file(refused: Refused, tmp_path_factory: TempPathFactory, typed: str, said: str) -> None:
     path = tmp_path_factory.mktemp("config") / "bad.toml"
     path.write_text(f"[megagraph]\n{typed}\n")
     assert refused("run", "--config", str(path), "script.py").startswith(f"megagraph run: {path}: {said}")

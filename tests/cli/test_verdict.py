@@ -87,9 +87,7 @@ def test_what_is_said(reports: list[dict[str, Any]], said: str) -> None:
     ],
     ids=["no model", "uninstalled", "off", "replayed", "too many documents"],
 )
-def test_a_run_ends_with_it(
-    files: Files, capsys: pytest.CaptureFixture[str], script: str, toml: str, said: str
-) -> None:
+def test_a_run_ends_with_it(files: Files, capsys: Any, script: str, toml: str, said: str) -> None:
     config, path = files.toml(TOML + toml), files.script(script)
     assert main(["run", "--config", str(config), str(path), "5", "pass"]) == 0
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: {said}")

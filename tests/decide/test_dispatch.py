@@ -54,9 +54,7 @@ def pack_of(shape: PackShape, **changes: Any) -> Any:
     return SimpleNamespace(qkv_format="thd", **{**dict.fromkeys(names, offsets), **longest, **changes})
 
 
-def enter(
-    made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: Any
-) -> EagerReason | _C.MicroBatch:
+def enter(made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: Any) -> Any:
     """Of a model that is entered in Megatron's forwards."""
     given = {"mask": None, "is_mask_shared": True, "is_skipped": False, **flags}
     return made.enter(pack, tokens, are_megatrons=True, is_settled=settled, **given)
@@ -68,9 +66,7 @@ def entered(made: _C.Dispatcher, pack: Any, tokens: int, **flags: Any) -> _C.Mic
     return batch
 
 
-def decide(
-    shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]], *, extra_seqs: int = 0
-) -> Capacity | EagerReason:
+def decide(shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]], *, extra_seqs: int = 0) -> Any:
     """What the core decides for a pack of a shape, to which a tail adds further documents."""
     made = dispatcher(
         {99: (), **bank},  # of none at all they would be yet to learn
@@ -99,9 +95,7 @@ def blame_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> EagerReason
 
 
 @given(shape=shapes, bank=banks)
-def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_capacity(
-    shape: PackShape, bank: Bank
-) -> None:
+def test_a_decision_is_the_cheapest_fit_or_what_stops_the_best_capacity(shape: PackShape, bank: Bank) -> None:
     assert decide(None, bank) is EagerReason.NO_PACK_METADATA
     group = bank.get(shape.cp_size, ())
     for capacity in group:

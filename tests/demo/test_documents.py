@@ -77,8 +77,8 @@ def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
         (b'{"text": "a"}\r\n{"text": "b"}', [[97], [98]]),  # the last line needs no newline
     ],
 )
-def test_text_precedes_tokens_and_they_lengths(
-    tmp_path: Path, lines: bytes, expected: list[list[int]]
+def test_text_goes_before_tokens_and_these_before_a_length(
+    tmp_path: Path, lines: bytes, expected: Any
 ) -> None:
     path = tmp_path / "docs.JSONL"
     path.write_bytes(lines)

@@ -89,9 +89,7 @@ def test_the_arguments_dropout_goes_before_the_configs() -> None:
 def test_what_a_call_may_not_ask_for_is_refused() -> None:
     """Without a causal mask, valid rows of a pack would see the padding after them."""
 
-    def refused(
-        message: str, rows: tuple[int, ...], pack: Any, mask: Mask = Mask.causal, **asked: Any
-    ) -> None:
+    def refused(message: str, rows: Any, pack: Any, mask: Mask = Mask.causal, **asked: Any) -> None:
         with pytest.raises(ValueError, match=message):
             attention(mask)(*inputs(*rows), None, packed_seq_params=pack, **asked)
 

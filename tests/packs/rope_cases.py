@@ -16,11 +16,9 @@ LAYOUTS: dict[RopeLayout, dict[str, bool]] = {
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def frequencies(
-    positions: int = 32, rotary_dim: int = 8, layout: str = "neox", device: str = "cpu"
-) -> Tensor:
-    """Angles as Megatron's RotaryEmbedding makes them, [positions, 1, 1, rotary_dim] in float32."""
-    inverse = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2, device=device) / rotary_dim)
+def frequencies(positions: int = 32, rotary: int = 8, layout: str = "neox", device: str = "cpu") -> Tensor:
+    """Angles as Megatron's RotaryEmbedding makes them, [positions, 1, 1, rotary] in float32."""
+    inverse = 1.0 / 10000 ** (torch.arange(0, rotary, 2, device=device) / rotary)
     angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), inverse)
     pairs = (angles, angles)
     wide = torch.stack(pairs, -1).flatten(1) if layout == "interleaved" else torch.cat(pairs, -1)

@@ -196,9 +196,7 @@ LONG = "row 4 has position 4, past the 4 positions of the tables"
         ("varlen_attention", [1, 4], {}, NO_START),
     ],
 )
-def test_offsets_that_misfit_are_refused_on_a_cpu(
-    op: str, ends: list[int], change: Given, message: str
-) -> None:
+def test_offsets_that_misfit_raise_on_a_cpu(op: str, ends: list[int], change: Given, message: str) -> None:
     """On a GPU they stay on the device, unread."""
     names = [name for name in FITTING[op] if name.startswith("cu_seqlens")]
     packed = dict.fromkeys(names, torch.tensor(ends, dtype=int32))
@@ -454,9 +452,7 @@ PACKS = {
 
 @settings(max_examples=60)
 @given(**PACKS)
-def test_gathered_rows_are_mapped_to_and_fro(
-    device: str, cp_size: int, units: list[int], tail_units: int
-) -> None:
+def test_gathered_rows_map_both_ways(device: str, cp_size: int, units: list[int], tail_units: int) -> None:
     lengths, tail = [unit * 2 * cp_size for unit in units], tail_units * cp_size
     total, physical = sum(lengths) + tail, gathered(lengths, tail, cp_size)
     to_gathered, to_physical = CORE.thd_gathered_rows(offsets(lengths, device), total, cp_size).tolist()

@@ -133,9 +133,7 @@ def test_what_is_no_pack_has_no_shape(pack: Any) -> None:
 # -- tail conventions ----------------------------------------------------------------------------
 
 
-def specs_of(
-    tail: TailConvention, tokens: int, num_seqs: int, *, has_padded: bool
-) -> dict[str, _C.MetadataSpec]:
+def specs_of(tail: TailConvention, tokens: int, num_seqs: int, *, has_padded: bool) -> Any:
     """The offsets that graphs have a buffer for."""
     if tokens == 0:
         reject()  # which is no capacity
@@ -147,11 +145,9 @@ def specs_of(
     return {name: spec for name, spec in layout.metadata if name in ("actual", "padded")}
 
 
-def canonical(
-    actual: Tensor, padded: Tensor | None, tail: TailConvention, tokens: int, num_seqs: int
-) -> Rows:
+def canonical(actual: Tensor, padded: Tensor | None, tail: TailConvention, tokens: int, count: int) -> Rows:
     sources = [given for given in (actual, padded) if given is not None]
-    buffers = specs_of(tail, tokens, num_seqs, has_padded=padded is not None)
+    buffers = specs_of(tail, tokens, count, has_padded=padded is not None)
     return {name: spec.content(spec.buffer(), sources, 0).tolist() for name, spec in buffers.items()}
 
 
@@ -211,9 +207,7 @@ def staged(packs: Sequence[Given], tail: TailConvention, tokens: int, num_seqs: 
 @tails
 @settings(max_examples=10)
 @given(first=packs(), second=packs(), slack=st.integers(0, 3))
-def test_staging_writes_the_same_offsets(
-    tail: TailConvention, first: Given, second: Given, slack: int
-) -> None:
+def test_staging_writes_equal_offsets(tail: TailConvention, first: Given, second: Given, slack: int) -> None:
     """So layers that fall back to eager see the very pack that replayed ones see; nothing stays behind."""
     both = [first, second] if (first[1] is None) == (second[1] is None) else [first, first]
     ends = [int(given[-1]) for pack in both for given in pack if given is not None]
@@ -238,9 +232,7 @@ def made(form: PackForm, tail: TailConvention, *offsets: Tensor, of: type[Any] =
 @tails
 @pytest.mark.parametrize("has_padded", [True, False])
 @pytest.mark.parametrize("said", [None, False, True])
-def test_canonical_packs_hold_constants_of_capacities(
-    tail: TailConvention, has_padded: bool, said: bool | None
-) -> None:
+def test_canonical_packs_hold_shared_constants(tail: TailConvention, has_padded: bool, said: Any) -> None:
     cu = offsets([2, 3])
     form = form_of(pack_of(cu, cu.clone() if has_padded else None, pad_between_seqs=said))
     given = [cu.clone() for _ in specs_of(tail, CAPACITY.tokens, 8, has_padded=has_padded)]

@@ -52,9 +52,7 @@ def rope_mla(
     return rotate(q, kv, k_pe, how, v_dim=v_dim)
 
 
-def run(
-    q: Tensor, kv: Tensor, k_pe: Tensor, grads: Sequence[Tensor], *how: Any, **options: Any
-) -> list[Tensor]:
+def run(q: Tensor, kv: Tensor, k_pe: Tensor, grads: Any, *how: Any, **options: Any) -> list[Tensor]:
     """q, k and v, then the gradients of q, kv and k_pe."""
     leaves = [t.detach().clone().requires_grad_() for t in (q, kv, k_pe)]
     # A copy that keeps its strides is what gets written.
@@ -316,9 +314,7 @@ def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> Non
     ],
     ids=str,
 )
-def test_bits_of_the_fusion(
-    fused_kernels: ModuleType, shape: Shape, dtype: torch.dtype, cp_size: int
-) -> None:
+def test_bits_of_fusion(fused_kernels: ModuleType, shape: Shape, dtype: torch.dtype, cp_size: int) -> None:
     """Theirs must not get a tail, nor heads that are no power of two: blocks of them run over."""
     _heads, content, rotary, value = shape
     for seed, lengths in enumerate(([40, 8, 120, 64], [1024], [8] * 17, [16, 0, 240, 0])):

@@ -7,7 +7,7 @@ both twins, and `reasons` are those that it explains, from then on.
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ __all__ = ["EVENTS", "MISFIT", "Event"]
 
 Given = dict[str, Any]
 Draw = Callable[[Random], Given]
+Ranks = Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,11 @@ def packs(rng: Random) -> Given:
 def of_ranks(rng: Random) -> Given:
     """Which ranks an event is of, where there are several."""
     return {"ranks": rng.choice([[0, 1], [0, 1], [0], [1]])}
+
+
+def one_of(name: str, values: Iterable[str], *, first: Draw = lambda rng: {}, then: Draw = of_ranks) -> Draw:
+    """Draws what comes first, one of the values under a name, and what comes then."""
+    return lambda rng: {**first(rng), name: rng.choice([*values]), **then(rng)}
 
 
 def misfits(rng: Random) -> Given:
@@ -275,12 +281,8 @@ AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ..
 AROUND_REASONS = {why for _, whys in AROUND.values() for why in whys}
 
 
-@event(
-    *("GROUP_DISAGREED", *AROUND_REASONS),
-    draw=lambda rng: {**packs(rng), "how": rng.choice([*AROUND]), **of_ranks(rng)},
-    weight=8,
-)
-def trains_inside(twins: "Twins", packs: list[Given], model: int, how: str, ranks: list[int]) -> None:
+@event("GROUP_DISAGREED", *AROUND_REASONS, draw=one_of("how", AROUND, first=packs), weight=8)
+def trains_inside(twins: "Twins", packs: list[Given], model: int, how: str, ranks: Ranks) -> None:
     def work(trainer: Any) -> Any:
         with AROUND[how][0]() if twins.is_of(ranks) else nullcontext():
             return rig.step(trainer, twins.micros(packs))
@@ -293,7 +295,7 @@ def _packs_of_ranks(rng: Random) -> Given:
 
 
 @event("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=_packs_of_ranks)
-def passes_without_gradients(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
+def passes_without_gradients(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
     """Outside of any schedule, in training mode; these ranks so that nobody can ever record any."""
     mode = torch.inference_mode if twins.is_of(ranks) else torch.no_grad
 
@@ -305,7 +307,7 @@ def passes_without_gradients(twins: "Twins", packs: list[Given], model: int, ran
 
 
 @event("PARAMETERS_CHANGED", "GROUP_DISAGREED", draw=_packs_of_ranks)
-def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
+def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
     """A `.grad` that somebody has left beside `main_grad`: eager adds it to the next one."""
 
     def work(trainer: Any) -> Any:
@@ -323,7 +325,7 @@ def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ran
 
 
 @event("STATE_CHANGED", "SIGNATURE_CHANGED", draw=_packs_of_ranks, applies=lambda twins: twins.is_shared)
-def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ranks: list[int]) -> None:
+def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
     """Where nothing is left to do that ranks do together."""
 
     def work(trainer: Any) -> Any:
@@ -352,28 +354,18 @@ LASTING = [name for name in OF_PROBES if name not in UNWANTED]
 WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED", "GROUP_DISAGREED")
 
 
-@event(*WATCHED, draw=lambda rng: {"name": rng.choice([*CHANGES]), **of_ranks(rng)}, weight=8)
-def changes(twins: "Twins", name: str, ranks: list[int]) -> None:
+@event(*WATCHED, draw=one_of("name", CHANGES), weight=8)
+def changes(twins: "Twins", name: str, ranks: Ranks) -> None:
     twins.change(name, CHANGES[name], twins.ranks_of(name, ranks))
 
 
-@event(
-    *WATCHED,
-    draw=lambda rng: {"name": rng.choice(LASTING), **of_ranks(rng)},
-    applies=lambda twins: twins.has("probes"),
-    weight=10,
-)
-def changes_a_probe(twins: "Twins", name: str, ranks: list[int]) -> None:
+@event(*WATCHED, draw=one_of("name", LASTING), applies=lambda twins: twins.has("probes"), weight=10)
+def changes_a_probe(twins: "Twins", name: str, ranks: Ranks) -> None:
     twins.change(name, OF_PROBES[name].do, ranks)
 
 
-@event(
-    *WATCHED,
-    draw=lambda rng: {"how": rng.choice(WRONG), **of_ranks(rng)},
-    applies=lambda twins: twins.is_shared,
-    weight=8,
-)
-def is_wrong_in_captures(twins: "Twins", how: str, ranks: list[int]) -> None:
+@event(*WATCHED, draw=one_of("how", WRONG), applies=lambda twins: twins.is_shared, weight=8)
+def is_wrong_in_captures(twins: "Twins", how: str, ranks: Ranks) -> None:
     if how == "raises" or twins.verifies:
         twins.is_wrong |= how != "raises"
         twins.explain("CAPTURE_FAILED", "VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=True)
@@ -386,7 +378,7 @@ def _again(rng: Random) -> Given:
     return {"seed": rng.choice([0, 3]), **of_ranks(rng)}  # one of both ranks, or one each, of which one fits
 
 
-def _captures_again(twins: "Twins", ranks: list[int], seed: int, around: Any = nullcontext) -> None:
+def _captures_again(twins: "Twins", ranks: Ranks, seed: int, around: Any = nullcontext) -> None:
     """In a state that is new, with something around the steps of these ranks."""
     for trainer in twins.pairs[0].both:
         last = trainer.chunk.decoder.layers[-1]
@@ -397,18 +389,15 @@ def _captures_again(twins: "Twins", ranks: list[int], seed: int, around: Any = n
 
 
 @event(
-    *WATCHED,
-    draw=lambda rng: {"how": rng.choice([*VERIFICATIONS]), **_again(rng)},
-    applies=lambda twins: twins.is_shared,
-    weight=6,
+    *WATCHED, draw=one_of("how", VERIFICATIONS, then=_again), applies=lambda twins: twins.is_shared, weight=6
 )
-def verifies(twins: "Twins", how: str, seed: int, ranks: list[int]) -> None:
+def verifies(twins: "Twins", how: str, seed: int, ranks: Ranks) -> None:
     twins.explain("VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=how != "fails")
     _captures_again(twins, ranks, seed, VERIFICATIONS[how])
 
 
 @event(*WATCHED, draw=_again, applies=lambda twins: twins.is_shared, weight=6)
-def keeps_an_output_while_captures_are_due(twins: "Twins", seed: int, ranks: list[int]) -> None:
+def keeps_an_output_while_captures_are_due(twins: "Twins", seed: int, ranks: Ranks) -> None:
     """Of the last layer, whose slot nobody needs before."""
     held: list[Any] = []
 
@@ -439,9 +428,7 @@ AT_EACH_CALL = [
     draw=lambda rng: {**packs(rng), "name": rng.choice([*AT_EACH_CALL, *AROUND]), **of_ranks(rng)},
     weight=6,
 )
-def changes_within_a_step(
-    twins: "Twins", packs: list[Given], model: int, name: str, ranks: list[int]
-) -> None:
+def changes_within_a_step(twins: "Twins", packs: list[Given], model: int, name: str, ranks: Ranks) -> None:
     """Before its last micro-batch, and back behind the step. One rank alone may find it, and say so."""
     ranks = twins.ranks_of(name, ranks)
 
@@ -470,23 +457,20 @@ def takes_back(twins: "Twins") -> None:
     twins.take_back()
 
 
-@event(
-    *("NUMERICS_CHANGED", "GROUP_DISAGREED"),
-    draw=lambda rng: {"precision": rng.choice(["highest", "high"]), **of_ranks(rng)},
-)
-def sets_a_precision(twins: "Twins", precision: str, ranks: list[int]) -> None:
+@event("NUMERICS_CHANGED", "GROUP_DISAGREED", draw=one_of("precision", ("highest", "high")))
+def sets_a_precision(twins: "Twins", precision: str, ranks: Ranks) -> None:
     if twins.is_of(ranks):
         torch.set_float32_matmul_precision(precision)
 
 
 @event("SUSPENDED", "GROUP_DISAGREED", draw=of_ranks)
-def suspends(twins: "Twins", ranks: list[int]) -> None:
+def suspends(twins: "Twins", ranks: Ranks) -> None:
     if twins.is_of(ranks):
         megagraph.suspend()
 
 
 @event(draw=of_ranks, weight=4)
-def resumes(twins: "Twins", ranks: list[int]) -> None:
+def resumes(twins: "Twins", ranks: Ranks) -> None:
     if twins.is_of(ranks):
         megagraph.resume()
 
@@ -531,7 +515,7 @@ def _announced(rng: Random) -> Given:
 
 
 @event(*MOVES, draw=_announced)
-def moves_gradients(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
+def moves_gradients(twins: "Twins", is_told: bool, index: int, ranks: Ranks) -> None:
     with _suspended() if is_told else nullcontext():
         for trainer in twins.first_of(ranks):
             twins.kept.append(host_rig.Offload())
@@ -539,7 +523,7 @@ def moves_gradients(twins: "Twins", is_told: bool, index: int, ranks: list[int])
 
 
 @event(*MOVES, draw=_announced, weight=4)
-def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
+def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: Ranks) -> None:
     with _suspended() if is_told else nullcontext():
         for trainer in twins.first_of(ranks):
             params = [*trainer.chunk.decoder.parameters()]
@@ -550,7 +534,7 @@ def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: list[int]) 
 
 
 @event(*MOVES, draw=_announced)
-def offloads(twins: "Twins", is_told: bool, index: int, ranks: list[int]) -> None:
+def offloads(twins: "Twins", is_told: bool, index: int, ranks: Ranks) -> None:
     with _suspended() if is_told else nullcontext():
         for trainer in twins.first_of(ranks):
             if not all(param.requires_grad for param in trainer.model.param_to_bucket_group):
@@ -573,11 +557,7 @@ def reloads(twins: "Twins") -> None:
 # -- models and the plugin ---------------------------------------------------------------------------
 
 
-@event(
-    draw=lambda rng: {"kind": rng.choice([*KINDS])},
-    applies=lambda twins: len(twins.pairs) < 3,
-    of_ranks=False,
-)
+@event(draw=one_of("kind", KINDS, then=lambda _: {}), applies=lambda it: len(it.pairs) < 3, of_ranks=False)
 def adds_a_model(twins: "Twins", kind: str) -> None:
     """One that has what the scopes name. Megatron counts the experts of one model alone."""
     if twins.scopes in KINDS[kind].scopes and not (twins.has("experts") and "experts" in KINDS[kind].has):
