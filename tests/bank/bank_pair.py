@@ -287,14 +287,18 @@ class Pair:
         """Calls, replays and the reasons counted so far, without those that are zero."""
         return {name: count for name, count in self.bank.counters().items() if count}
 
+    def zero_grads(self) -> None:
+        """Of both."""
+        for layer in (*self.layers, *self.eager_layers):
+            layer.zero_grad()
+
     def update_weights(self) -> None:
         """An optimizer step, in place, on both."""
         with torch.no_grad():
-            for side in (self.layers, self.eager_layers):
-                for param in (param for layer in side for param in layer.parameters()):
-                    grad = getattr(param, "main_grad", param.grad)
-                    if grad is not None:
-                        param.sub_(grad.to(param.dtype), alpha=0.1)
+            for param in nn.ModuleList([*self.layers, *self.eager_layers]).parameters():
+                grad = getattr(param, "main_grad", param.grad)
+                if grad is not None:
+                    param.sub_(grad.to(param.dtype), alpha=0.1)
 
     def check_state(self) -> None:
         """Parameters, every gradient and every buffer."""

@@ -50,10 +50,7 @@ class Tracker:
 
     def set_content(self, content: Tensor) -> None:
         state = self.states["dropout"]
-        if isinstance(state, torch.Generator):
-            state.set_state(content)
-        else:
-            self.states["dropout"] = content.clone()
+        self.states["dropout"] = content.clone() if isinstance(state, Tensor) else state.set_state(content)
 
     @contextlib.contextmanager
     def fork(self, name: str = "dropout") -> Iterator[torch.Generator]:
@@ -109,9 +106,7 @@ def test_capture_leaves_every_stream_where_it_was(device: str, graph_safe: bool)
     pair = Pair(device, [*with_dropout(), Noisy(tracker)], num_slots=2, trackers=[lambda: tracker])
     before, content = rng_states(device), tracker.content()
     pair.capture(variant(), variant("eval", training=False))
-    for got, want in zip(rng_states(device), before, strict=True):
-        assert torch.equal(got, want)
-    assert torch.equal(tracker.content(), content)
+    assert_same_bits([*rng_states(device), tracker.content()], [*before, content])
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -311,11 +306,7 @@ def nested() -> nn.Module:
     ids=["a dropout inside", "a dropout inside of that", "no draw", "a dropout outside"],
 )
 def test_only_a_draw_in_what_runs_again_is_noticed(
-    followed: Rewinds,
-    inner: Callable[[], nn.Module],
-    before: Callable[[], nn.Module],
-    draws: bool,
-    reentrant: bool,
+    followed: Rewinds, inner: type[nn.Module], before: type[nn.Module], draws: bool, reentrant: bool
 ) -> None:
     layers = nn.Sequential(before(), Recomputed(inner(), reentrant=reentrant), nn.Dropout(0.1))
     for _ in range(2):

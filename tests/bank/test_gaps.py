@@ -183,8 +183,7 @@ def test_after_any_error_the_next_step_is_right(device: str, place: str, monkeyp
     for layer, eager in zip(pair.layers, pair.eager_layers, strict=True):
         eager.load_state_dict(layer.state_dict())
         eager.metric.copy_(layer.metric)
-        layer.zero_grad()
-        eager.zero_grad()
+    pair.zero_grads()
     pair.step()
 
 

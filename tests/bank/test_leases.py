@@ -124,8 +124,7 @@ def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str,
     before = kept[0].clone()
     del out, scaled
     assert pair.bank.holders() == "slot 0: 1 tensor of site 0"
-    for layer in pair.layers:
-        layer.zero_grad()
+    pair.zero_grads()
     for _ in range(3):
         assert pair.step() is None
     assert torch.equal(kept[0], before)
@@ -159,8 +158,7 @@ def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str, m
         assert pair.bank.all_free()
         pair.forward().backward()
         assert_same_bits(got, want, "gradients, after another micro-batch")
-        for layer in [*pair.layers, *pair.eager_layers]:
-            layer.zero_grad()
+        pair.zero_grads()
 
 
 def test_a_second_backward_is_an_error(pair: Pair) -> None:
@@ -182,8 +180,7 @@ def test_a_backward_out_of_order_is_an_error_that_spoils_nothing(pair: Pair) -> 
     out.sum().backward()
     del hidden, out
     assert pair.bank.all_free()
-    for layer in pair.layers:
-        layer.zero_grad()
+    pair.zero_grads()
     assert pair.step() is None
 
 

@@ -171,8 +171,7 @@ def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(call: Ca
     meddles = False
     del out
     assert errors and "another thread is replaying this bank" in errors[0]
-    for layer in pair.layers:
-        layer.zero_grad()
+    pair.zero_grads()
     assert pair.step() is None
 
 

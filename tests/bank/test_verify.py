@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -59,14 +60,8 @@ def captured(
 def together(worst: Callable[[int], int]) -> dict[str, Any]:
     """Options of a bank of one of several ranks, from what it says to the worst that any rank says."""
 
-    def alone(*_said: object) -> None:
-        raise AssertionError("a verification is no step")
-
-    return {
-        "holds_collectives": True,
-        "max_over_ranks": lambda said: [worst(each) for each in said],
-        "run_eager_alike": alone,
-    }
+    told = {"holds_collectives": True, "max_over_ranks": lambda said: [worst(each) for each in said]}
+    return {**told, "run_eager_alike": mock.Mock(side_effect=AssertionError("a verification is no step"))}
 
 
 def example(device: str, *, rows: int = ROWS) -> Example:
@@ -75,8 +70,13 @@ def example(device: str, *, rows: int = ROWS) -> Example:
     return Example(hidden=hidden, grad=grad)
 
 
-def assert_right(verified: Verification) -> None:
-    assert verified.differences == [] and verified.within_spread == set() and verified.not_run == {}
+def verified(layers: Sequence[Any], device: str, **options: Any) -> Verification:
+    """Of a bank that they outlive."""
+    return verify(captured(layers, device, **options), "it", example(device))
+
+
+def assert_right(found: Verification) -> None:
+    assert found.differences == [] and found.within_spread == set() and found.not_run == {}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -95,8 +95,7 @@ def test_right_graphs_neither_differ_nor_leave_a_trace(device: str, training: bo
             param.grad = torch.rand_like(param)
     before = [getattr(param, "main_grad", param.grad).clone() for param in params]
     states, counters = rng_states(device), bank.counters()
-    verified = verify(bank, "it", example(device))
-    assert_right(verified)
+    assert_right(verify(bank, "it", example(device)))
     assert not bank.failures and not heard
     after = [getattr(param, "main_grad", param.grad) for param in params]
     assert all(map(torch.equal, before, after))
@@ -107,13 +106,11 @@ def test_right_graphs_neither_differ_nor_leave_a_trace(device: str, training: bo
 @pytest.mark.parametrize("factor", [2.5, ONE_BIT_MORE])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_value_that_was_baked_in_is_named_with_its_site(device: str, training: bool, factor: float) -> None:
-    layers = [Block(), Baked(factor), Block()]
-    bank = captured(layers, device, training=training)
-    verified = verify(bank, "it", example(device))
-    assert {found.index for found in verified.differences} == {1}  # and not what comes after it
-    names = [found.tensor for found in verified.differences]
-    assert names == (["output", "gradient of the input", "gradient of weight"] if training else ["output"])
-    assert str(verified.differences[0]).startswith("output differs from eager by up to ")
+    found = verified([Block(), Baked(factor), Block()], device, training=training).differences
+    assert {it.index for it in found} == {1}  # and not what comes after it
+    names = ["output", "gradient of the input", "gradient of weight"]
+    assert [it.tensor for it in found] == (names if training else names[:1])
+    assert str(found[0]).startswith("output differs from eager by up to ")
 
 
 @pytest.mark.parametrize("graph_has_it", [True, False])
@@ -121,9 +118,7 @@ def test_a_gradient_that_only_one_of_them_makes_is_a_difference(device: str, gra
     def partly(hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden * 2 + (weight - weight.detach() if Baked.is_captured is graph_has_it else 0)
 
-    layers = [Applies(partly, has_weight=True), nn.Tanh()]
-    bank = captured(layers, device)
-    (found,) = verify(bank, "it", example(device)).differences
+    (found,) = verified([Applies(partly, has_weight=True), nn.Tanh()], device).differences
     assert (found.index, found.tensor, found.off) == (0, "gradient of weight", float("inf"))
 
 
@@ -137,10 +132,9 @@ def noisy(least: float, most: float) -> Applies:
 
 def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(device: str) -> None:
     random.seed(3)
-    wide, narrow = noisy(1.0, 2.0), noisy(1.0, 1.1)
-    verified = verify(captured([wide], device, training=False), "it", example(device))
-    assert verified.differences == [] and verified.within_spread == {0}
-    (found,) = verify(captured([narrow], device, training=False), "it", example(device)).differences
+    wide = verified([noisy(1.0, 2.0)], device, training=False)
+    assert wide.differences == [] and wide.within_spread == {0}
+    (found,) = verified([noisy(1.0, 1.1)], device, training=False).differences
     assert 0 < found.spread < found.off and "and eager there from itself by up to" in str(found)
 
 
@@ -160,10 +154,9 @@ def test_what_seldom_differs_from_itself_runs_again(device: str, factor: float, 
     held = give_main_grads([layer])
     given = dataclasses.replace(example(device), hidden=torch.zeros(ROWS, WIDTH, device=device))
     given.hidden[0] = 1e-3  # so that the other gradients hardly matter
-    verified = verify(captured([layer], device), "it", given)
-    found = {it.tensor for it in verified.differences}
-    assert held and found == ({"gradient of weight"} if differs else set())
-    assert verified.within_spread == {0}  # in its other tensors
+    found = verify(captured([layer], device), "it", given)
+    assert held and {it.tensor for it in found.differences} == ({"gradient of weight"} if differs else set())
+    assert found.within_spread == {0}  # in its other tensors
 
 
 @runs_python
@@ -184,9 +177,9 @@ def test_a_graph_that_seldom_lies_far_off_is_right_if_its_module_scatters(times:
     layers = [scatters(0.1, far[0]), scatters(0.0, far[1])]
     bank = captured(layers, "cpu", training=False)
     is_verified = True
-    verified = verify(bank, "it", example("cpu"))
-    assert {found.index for found in verified.differences} == ({1} if times == 3 else {0, 1})
-    assert verified.within_spread == ({0} if times == 3 else set()) and far == ([], [])
+    found = verify(bank, "it", example("cpu"))
+    assert {it.index for it in found.differences} == ({1} if times == 3 else {0, 1})
+    assert found.within_spread == ({0} if times == 3 else set()) and far == ([], [])
 
 
 @runs_python
@@ -284,9 +277,9 @@ def test_what_one_rank_cannot_run_no_rank_compares() -> None:
     elsewhere, layers = iter([0][:0]), blocks(3)
     bank = captured(layers, "cpu", **together(lambda said: next(elsewhere, said)))
     elsewhere = iter([0, 0, 1])  # the second site
-    verified = verify(bank, "it", example("cpu"))
-    assert verified.not_run == {1: "on another rank"}
-    assert verified.differences == [] and bank.all_free()
+    found = verify(bank, "it", example("cpu"))
+    assert found.not_run == {1: "on another rank"}
+    assert found.differences == [] and bank.all_free()
 
 
 def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
@@ -316,9 +309,7 @@ def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device:
     def scale(hidden: Tensor) -> Tensor:
         return hidden * growth - hidden.detach() * (growth - 1)
 
-    layers = [Baked(2.5), *(Applies(scale) for _ in range(12))]
-    bank = captured(layers, device)
-    found = verify(bank, "it", example(device)).differences
+    found = verified([Baked(2.5), *(Applies(scale) for _ in range(12))], device).differences
     assert "gradient of the input" in {it.tensor for it in found}
     assert {it.index for it in found} == {0}
 
@@ -384,8 +375,8 @@ def test_sites_that_stay_eager_are_passed_over(device: str) -> None:
     bank = captured(layers, device)
     assert set(bank.eager_sites) == {1}
     counters = bank.counters()
-    verified = verify(bank, "it", example(device))
-    assert {found.index for found in verified.differences} == {2} and bank.counters() == counters
+    found = verify(bank, "it", example(device)).differences
+    assert {it.index for it in found} == {2} and bank.counters() == counters
 
 
 def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
@@ -406,9 +397,9 @@ def test_sites_are_verified_beside_eager_parts(device: str, rows: int, eager_at:
     for place in sorted(eager_at, reverse=True):
         steps.insert(place, part)
     bank = captured(steps, device, training=training, fewer_rows=True)
-    verified = verify(bank, "it", example(device, rows=rows))
-    assert not bank.failures and verified.not_run == {}
-    assert {found.index for found in verified.differences} == {2}
+    found = verify(bank, "it", example(device, rows=rows))
+    assert not bank.failures and found.not_run == {}
+    assert {it.index for it in found.differences} == {2}
 
 
 def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(device: str) -> None:
@@ -421,8 +412,7 @@ def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(devi
 
     first, second, third = bank.sites
     bank.sites = (first, site, third)  # type: ignore[assignment]
-    verified = verify(bank, "it", example(device))
-    assert verified.not_run == {1: "RECOMPUTING"}
+    assert verify(bank, "it", example(device)).not_run == {1: "RECOMPUTING"}
 
 
 # -- what calls write beside gradients ---------------------------------------------------------------
@@ -463,9 +453,9 @@ def test_written_state_is_compared_and_reset(device: str, where: str, training: 
     bank = captured(steps, device, training=training)
     assert not bank.failures and not layer.written.any()  # as before the capture
     layer.written.fill_(7.0)
-    verified = verify(bank, "it", example(device))
-    found = [(it.index, it.tensor) for it in verified.differences]
-    assert found == ([] if in_graph else [(1, NAMES[where])]) and verified.within_spread == set()
+    found = verify(bank, "it", example(device))
+    assert [(it.index, it.tensor) for it in found.differences] == ([] if in_graph else [(1, NAMES[where])])
+    assert found.within_spread == set()
     assert bool((layer.written == 7.0).all())
 
 
@@ -489,7 +479,7 @@ class Averages(nn.Module):
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_what_requires_a_gradient_is_compared_and_what_cannot_be_written_is_left_out(in_graph: bool) -> None:
     layer = Averages(in_graph=in_graph)
-    found = verify(captured([layer], "cpu"), "it", example("cpu")).differences
+    found = verified([layer], "cpu").differences
     assert [it.tensor for it in found] == ([] if in_graph else ["attribute averages[0]"])
     assert not layer.averages[0].any()
 
@@ -526,5 +516,4 @@ def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:
                 self.scale.copy_(hidden.abs().amax(0) + 1)  # type: ignore[operator]
             return hidden * self.scale
 
-    layers = [Scratch(), Scratch()]
-    assert verify(captured(layers, device), "it", example(device)).differences == []
+    assert verified([Scratch(), Scratch()], device).differences == []
