@@ -374,19 +374,12 @@ class PackPair(Pair):
 
     def variant(self, key: str = "train", **changes: Any) -> VariantSpec:
         example = offsets([3, 4], self.device, self.num_seqs + 1)
+        ends = _C.MetadataSpec(kind=Kind.OFFSETS, example=example, source=0)
+        seen = _C.MetadataSpec(kind=Kind.COUNT, example=self.tokens_seen, source=0, shared=True)
         arguments: dict[str, Any] = {
-            "rows": self.tokens,
-            "row_shape": (self.width,),
-            "dtype": self.dtype,
-            "fewer_rows": True,
-            "metadata": {
-                "cu_seqlens": _C.MetadataSpec(kind=Kind.OFFSETS, example=example, source=0),
-                "tokens_seen": _C.MetadataSpec(
-                    kind=Kind.COUNT, example=self.tokens_seen, source=0, shared=True
-                ),
-            },
-            "end_source": 0,
-            "end_buffer": "cu_seqlens",
+            **{"rows": self.tokens, "row_shape": (self.width,), "dtype": self.dtype, "fewer_rows": True},
+            "metadata": {"cu_seqlens": ends, "tokens_seen": seen},
+            **{"end_source": 0, "end_buffer": "cu_seqlens"},
             "arguments": lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]},
         }
         return variant(key, **{**arguments, **changes})

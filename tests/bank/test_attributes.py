@@ -40,23 +40,15 @@ def appends(module: Any, hidden: Tensor) -> None:
     module.history.append(hidden.mean())
 
 
+BY_NAME = {"by_name": {"mean": torch.zeros(()), "other": 1}}
 # What a call keeps, and what has been there before.
 REBINDING: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any]]] = {
     "a statistic's first tensor": (largest, {"largest": None}),
     "another tensor": (largest, {"largest": torch.zeros(())}),
     "a longer list": (appends, {"history": [torch.zeros(())]}),
-    "a dictionary": (
-        lambda module, hidden: module.by_name.update(mean=hidden.mean()),
-        {"by_name": {"mean": torch.zeros(()), "other": 1}},
-    ),
-    "a shorter dictionary": (
-        lambda module, hidden: module.by_name.pop("other", None),
-        {"by_name": {"mean": torch.zeros(()), "other": 1}},
-    ),
-    "a tuple": (
-        lambda module, hidden: setattr(module, "pair", (hidden.mean(), 3)),
-        {"pair": (torch.zeros(()), 2)},
-    ),
+    "a dictionary": (lambda module, hidden: module.by_name.update(mean=hidden.mean()), BY_NAME),
+    "a shorter dictionary": (lambda module, hidden: module.by_name.pop("other", None), BY_NAME),
+    "a tuple": (lambda it, hidden: setattr(it, "pair", (hidden.mean(), 3)), {"pair": (torch.zeros(()), 2)}),
     "a new attribute": (lambda module, hidden: setattr(module, "created", hidden.mean()), {}),
     "a count of calls": (lambda module, hidden: setattr(module, "calls", module.calls + 1), {"calls": 0}),
     "none any more": (lambda module, hidden: setattr(module, "dropped", None), {"dropped": torch.zeros(())}),

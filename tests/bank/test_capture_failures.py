@@ -91,7 +91,7 @@ def leaves_a_stream_unjoined(tensor: Tensor) -> None:
 ON_A_GPU: dict[str, tuple[Trouble, list[str]]] = {
     "item": (lambda tensor: tensor.sum().item(), [f"{__file__}:", "aten::_local_scalar_dense"]),
     "out of memory": (
-        lambda tensor: torch.empty(TOO_MANY, device=tensor.device),
+        lambda it: torch.empty(TOO_MANY, device=it.device),
         [f"{__file__}:", "OutOfMemoryError"],
     ),
     "unjoined stream": (leaves_a_stream_unjoined, [".py:"]),

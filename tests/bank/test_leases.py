@@ -53,15 +53,9 @@ def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, deallocate: Calla
         assert "tensor" not in pair.bank.holders()
         grad = torch.randn_like(micro_batch.eager_output)
         # Megatron's custom_backward: the engine itself, since the shape is gone.
-        torch.autograd.Variable._execution_engine.run_backward(
-            tensors=(micro_batch.output,),
-            grad_tensors=(grad.clone(),),
-            keep_graph=False,
-            create_graph=False,
-            inputs=(),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        run_backward = torch.autograd.Variable._execution_engine.run_backward
+        how = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
+        run_backward(tensors=(micro_batch.output,), grad_tensors=(grad.clone(),), inputs=(), **how)
         assert pair.bank.all_free()
         micro_batch.eager_output.backward(grad)
         assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")
@@ -70,14 +64,9 @@ def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, deallocate: Calla
 
 def test_views_and_aliases_of_an_output_hold_the_slot(pair: Pair) -> None:
     makers: list[Callable[[Tensor], object]] = [
-        lambda out: out[1:3],
-        lambda out: out.detach(),
-        lambda out: out.data,
-        lambda out: out.view(-1),
-        lambda out: out.untyped_storage(),
-        lambda out: out.unbind(0)[0],
+        *(lambda out: out[1:3], lambda out: out.detach(), lambda out: out.data, lambda out: out.view(-1)),
+        *(lambda out: out.untyped_storage(), lambda out: out.unbind(0)[0], lambda out: out),
         lambda out: (out**2).sum(),  # autograd has saved it
-        lambda out: out,
     ]
     for make in makers:
         micro_batch = pair.forward()

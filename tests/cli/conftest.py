@@ -12,16 +12,8 @@ from run_scripts import Files
 from megagraph.cli import main
 from megagraph.megatron.patch.installation import uninstall
 
-TINY = {
-    "--layers": "2",
-    "--hidden": "32",
-    "--heads": "2",
-    "--pack-tokens": "64",
-    "--micro-batches": "1",
-    "--warmup-steps": "1",
-    "--steps": "6",
-    "--timed-steps": "2",
-}
+TINY = {"--layers": "2", "--hidden": "32", "--heads": "2", "--pack-tokens": "64", "--micro-batches": "1"}
+TINY |= {"--warmup-steps": "1", "--steps": "6", "--timed-steps": "2"}
 
 
 @pytest.fixture(autouse=True)

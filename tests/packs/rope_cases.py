@@ -8,10 +8,10 @@ from torch import Tensor
 from megagraph.packs.ops import RopeLayout
 
 # To the arguments of the op itself.
+INTERLEAVED: tuple[RopeLayout, ...] = ("interleaved", "mla_interleaved")
 LAYOUTS: dict[RopeLayout, dict[str, bool]] = {
     "neox": {},
-    "interleaved": {"interleaved": True},
-    "mla_interleaved": {"mla_interleaved": True},
+    **{layout: {layout: True} for layout in INTERLEAVED},
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 

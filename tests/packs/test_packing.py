@@ -90,12 +90,9 @@ def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
     lengths: list[int], tokens: int, cp_size: int, longest: int, on_host_tensor: bool, tail: TailConvention
 ) -> None:
     pack = pack_of(offsets(lengths), max_seqlen_q=torch.tensor(longest) if on_host_tensor else longest)
-    assert PackShape.of(pack, tokens, tail.extra_seqs, cp_size) == PackShape(
-        tokens=tokens,
-        num_seqs=len(lengths) + (1 if tail is EMPTY_DUMMY else 0),
-        max_seqlen=max(longest, 1),
-        cp_size=cp_size,
-    )
+    num_seqs = len(lengths) + (1 if tail is EMPTY_DUMMY else 0)
+    expected = PackShape(tokens, num_seqs, max(longest, 1), cp_size)
+    assert PackShape.of(pack, tokens, tail.extra_seqs, cp_size) == expected
 
 
 def test_a_pack_that_declares_no_longest_document_may_hold_one_of_all_tokens() -> None:
@@ -184,16 +181,9 @@ def staged(packs: Sequence[Given], tail: TailConvention, tokens: int, num_seqs: 
 
     site = Site()  # which a bank does not keep alive
     bank = Bank([site], "cpu")
-    variant = VariantSpec(
-        key="pack",
-        training=False,
-        rows=2,
-        row_shape=(1,),
-        dtype=torch.float32,
-        metadata=specs_of(tail, tokens, num_seqs, has_padded=packs[0][1] is not None),
-        arguments=lambda buffers: dict(buffers),
-    )
-    bank.capture([variant])
+    shape: Any = {"key": "pack", "training": False, "rows": 2, "row_shape": (1,), "dtype": torch.float32}
+    metadata = specs_of(tail, tokens, num_seqs, has_padded=packs[0][1] is not None)
+    bank.capture([VariantSpec(**shape, metadata=metadata, arguments=lambda buffers: dict(buffers))])
     seen.clear()
     for pack in packs:
         sources = [given for given in pack if given is not None]
