@@ -10,8 +10,9 @@ Peaks are those of the whole process, and those of steps after the capture, whic
 
 from functools import partial
 from statistics import median
+from typing import Any
 
-from benchmarks.measuring.children import Parts, measure_part
+from benchmarks.measuring.children import measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
 from benchmarks.subjects.overlap import ALLOCATED, EAGER, GRAPHED, MEMORY, POOLS, WITHOUT, measure_overlap
@@ -25,11 +26,8 @@ CASES = {
     "limited by the host, hidden 512, 8 layers, packs of 1024": step_case(512, layers=8, tokens=1024),
     "hidden 2048, 4 layers, packs of 16384": step_case(2048, layers=4, tokens=16384),
 }
-PARTS: Parts = {
-    f"{name}: {way}": partial(measure_overlap, case, way, is_engine=True, times_us=TIMES_US, scopes=SCOPES)
-    for name, case in CASES.items()
-    for way in WAYS
-}
+HOW: dict[str, Any] = {"is_engine": True, "times_us": TIMES_US, "scopes": SCOPES}
+PARTS = parts_of(partial(measure_overlap, **HOW), CASES, WAYS)
 
 
 def _figures_of(name: str) -> list[Figure]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
+from benchmarks.measuring.children import Answer, measure_part, parts_of, try_part
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.measuring.results import Figure, Measurement, beside_each, timed
 from benchmarks.subjects.hosts import on_side_stream, recorded
@@ -84,11 +84,7 @@ def measure_kind(tokens: int, kind: str) -> Answer:
     return {"walls": [wall_ms(call) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]}
 
 
-PARTS: Parts = {
-    f"{name}: {kind}": partial(measure_kind, tokens, kind)
-    for name, tokens in CASES.items()
-    for kind in (OURS, ENGINES, SEQUENTIAL)
-}
+PARTS = parts_of(measure_kind, CASES, (OURS, ENGINES, SEQUENTIAL))
 
 
 def _figures_of(name: str) -> list[Figure]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring.children import Answer, Parts, measure_part
+from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
 from benchmarks.subjects import pipelines
@@ -44,11 +44,7 @@ def _train(cut: Cut, layers: str) -> Answer:
 
 
 PARTS: Parts = {
-    **{
-        f"{name}: {how}": partial(pipelines.measure_memory, MEMORY_MODEL, schedule, graphs=how == "graphed")
-        for name, schedule in MEMORY.items()
-        for how in HOW
-    },
+    **parts_of(partial(pipelines.measure_memory, MEMORY_MODEL), MEMORY, HOW),
     **{name: partial(_train, *training) for name, training in TRAININGS.items()},
 }
 

@@ -11,7 +11,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.measuring.children import Answer, Parts, measure_part
+from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
 from benchmarks.subjects.packs import LAYER_KINDS
@@ -55,11 +55,7 @@ def _granularity(granularity: str) -> Answer:
 
 
 PARTS: Parts = {
-    **{
-        f"{kind}: {scopes}": partial(_scopes, is_engine, scopes)
-        for kind, is_engine in LAYER_KINDS.items()
-        for scopes in SCOPES
-    },
+    **parts_of(_scopes, LAYER_KINDS, SCOPES),
     **{f"{HOST_LIMITED_NAME}, {each}": partial(_granularity, each) for each in GRANULARITIES},
 }
 

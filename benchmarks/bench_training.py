@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import megagraph
-from benchmarks.measuring.children import Answer, Parts, measure_part
+from benchmarks.measuring.children import Answer, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, Measurement, against, timed
 from benchmarks.subjects.hosts import DETERMINISTIC, install_for
@@ -26,8 +26,9 @@ TIMED_STEPS, WARM_UP_STEPS = 20, 6
 HOW = ("eager", "graphed")
 
 
-def measure_time(case: Case, *, graphs: bool) -> Answer:
+def measure_time(case: Case, how: str) -> Answer:
     """Step times and MiB that torch reserved, for packs that are `fitting` and for `all`, of one model."""
+    graphs = how == "graphed"
     install_for(case.model.max_tokens, *case.max_packed_seqs, cuda_graph_warmup_steps=3)
     trainer = Trainer(case.model)
     steps = case.steps(WARM_UP_STEPS + TIMED_STEPS)
@@ -48,11 +49,7 @@ def _walls_ms(trainer: Trainer, steps: Sequence[Sequence[Pack]], *, graphs: bool
     return walls, reserved
 
 
-PARTS: Parts = {
-    f"{name}: {how}": partial(measure_time, case, graphs=how == "graphed")
-    for name, case in CASES.items()
-    for how in HOW
-}
+PARTS = parts_of(measure_time, CASES, HOW)
 
 
 def _figures_of(name: str) -> list[Figure]:

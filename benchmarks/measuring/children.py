@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,11 @@ import torch
 Answer = dict[str, Any]
 # What runs in processes of their own, by name.
 Parts = Mapping[str, Callable[[], Answer]]
+
+
+def parts_of(measure: Callable[..., Answer], cases: Mapping[str, Any], ways: Iterable[str]) -> Parts:
+    """Each of the cases in each of several ways, by both names."""
+    return {f"{name}: {way}": partial(measure, case, way) for name, case in cases.items() for way in ways}
 
 
 def described(error: BaseException) -> str:

@@ -219,8 +219,9 @@ class StageTrainer:
         return torch.randn(shape, generator=generator, device=self.device, dtype=dtype)
 
 
-def measure_memory(model: ModelOptions, schedule: StageSchedule, *, graphs: bool) -> Answer:
-    """Of steps of full packs: the most that torch `reserved`, and `slots` of all chunks."""
+def measure_memory(model: ModelOptions, schedule: StageSchedule, how: str) -> Answer:
+    """Of steps of full packs, eager or graphed: the most that torch `reserved`, and `slots` of all chunks."""
+    graphs = how == "graphed"
     install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, mode="graph" if graphs else "eager")
     trainer = StageTrainer(model, schedule)
     batch = batch_of(a_pack(model.max_tokens), trainer.device)
