@@ -90,15 +90,12 @@ def test_modules_beside_the_script_precede_the_working_folder(files: Files, monk
 # -- how it ends ---------------------------------------------------------------------------------
 
 
+ENDS = [KeyboardInterrupt("its own"), ValueError("its own"), FileNotFoundError("its own")]
+ENDS += [SystemExit(0), SystemExit(7), SystemExit("a sentence")]
+
+
 @pytest.mark.megatron
-@pytest.mark.parametrize(
-    "end",
-    [
-        *(KeyboardInterrupt("its own"), ValueError("its own"), FileNotFoundError("its own")),
-        *(SystemExit(0), SystemExit(7), SystemExit("a sentence")),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("end", ENDS, ids=repr)
 def test_how_the_script_ends_comes_through_with_the_report_written(files: Files, end: BaseException) -> None:
     """A ValueError of the user's code was taken for bad input: one line was left, and exit code 2."""
     report = files.folder / "reports" / "report.json"

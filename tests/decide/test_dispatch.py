@@ -19,6 +19,7 @@ from megagraph import _C
 from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason
 
+DISABLED = EagerReason.DISABLED
 DIMENSIONS = ("tokens", "num_seqs", "max_seqlen")
 Bank = dict[int, tuple[Capacity, ...]]
 # Few values, so that packs fit, exceed and equal capacities about as often.
@@ -206,11 +207,7 @@ def test_a_key_is_one_object_as_long_as_states_are_few() -> None:
 
 @pytest.mark.parametrize(
     ("options", "flags", "reason"),
-    [
-        ({}, {}, None),
-        ({}, {"is_skipped": True}, EagerReason.DISABLED),
-        ({"is_eager": True}, {}, EagerReason.DISABLED),
-    ],
+    [({}, {}, None), ({}, {"is_skipped": True}, DISABLED), ({"is_eager": True}, {}, DISABLED)],
 )
 def test_a_step_without_graphs_comes_before_what_keeps_it_eager(
     options: dict[str, Any], flags: dict[str, bool], reason: EagerReason | None
@@ -238,9 +235,9 @@ def test_a_variant_that_stays_eager_runs_as_given_unless_it_is_the_reference() -
     failed = EagerReason.CAPTURE_FAILED
     for options, flags, reason, is_as_given in (
         ({}, {}, failed, True),
-        ({}, {"is_skipped": True}, EagerReason.DISABLED, False),
-        ({"ranks": 2}, {"is_skipped": True}, EagerReason.DISABLED, True),
-        ({"is_eager": True}, {}, EagerReason.DISABLED, False),
+        ({}, {"is_skipped": True}, DISABLED, False),
+        ({"ranks": 2}, {"is_skipped": True}, DISABLED, True),
+        ({"is_eager": True}, {}, DISABLED, False),
         ({"needs_equal_rows": True}, {}, None, False),
     ):
         for depends_on_longest in (False, True):
@@ -300,7 +297,7 @@ def began(made: _C.Dispatcher, batch: _C.MicroBatch, reason: EagerReason) -> Eag
 
 def test_what_other_ranks_may_not_know_of_inside_of_a_step_is_asked_of_them() -> None:
     """Whether a micro-batch that has no graph here may be one that others replay."""
-    moved, disabled, warming_up = EagerReason.ADDRESS_MOVED, EagerReason.DISABLED, EagerReason.WARMING_UP
+    moved, disabled, warming_up = EagerReason.ADDRESS_MOVED, DISABLED, EagerReason.WARMING_UP
     full, failed = EagerReason.NO_FREE_SLOT, EagerReason.CAPTURE_FAILED
     key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)  # type: ignore[arg-type]
     for reason, run_alike, kept, grad, is_elsewhere, is_asked in (
