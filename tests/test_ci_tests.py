@@ -93,9 +93,8 @@ def test_behind(): pass
     assert "it rained" in (tmp_path / "out" / "one.log").read_text()
     assert "1 passed" in again.read_text() and "1 passed" in of_death.read_text()
     names = ("accident", "dies")
-    assert flaky_lines(script) == [
-        f"{datetime.date.today()} | test_one.py::test_{it} | unknown" for it in names
-    ]
+    today = datetime.date.today()
+    assert flaky_lines(script) == [f"{today} | test_one.py::test_{it} | unknown" for it in names]
 
 
 def test_what_fails_again_is_a_failure_with_its_own_text_and_a_difference_of_bits_is_not_run_again(

@@ -191,10 +191,8 @@ def lines(caplog: LogCaptureFixture) -> list[str]:
 
 def test_a_warning_is_seen_without_any_logging_set_up() -> None:
     """A NullHandler disabled Python's handler of last resort: nobody saw a refusal or a failed capture."""
-    script = (
-        "from megagraph.log import log; log.warning('layer %d stays eager', 3); log.info('not asked for')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    code = "from megagraph.log import log; log.warning('layer %d stays eager', 3); log.info('not asked for')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == ["megagraph: layer 3 stays eager"]
 

@@ -183,9 +183,8 @@ def test_what_a_call_leaves_is_put_back_and_named_unless_it_is_equal() -> None:
     assert attributes.put_back() is None
     module(torch.ones(2, WIDTH))
     module.largest = torch.ones(())
-    assert attributes.put_back() == (
-        "attribute 'history' of Keeps was bound to another tensor; graphs update tensors in place only"
-    )
+    said = "attribute 'history' of Keeps was bound to another tensor; graphs update tensors in place only"
+    assert attributes.put_back() == said
     assert module.history is history and history == [] and module.largest is None
     for value in (6, 5.0, "five", (5,), None, [5]):
         for left_out in ((), ("count",)):

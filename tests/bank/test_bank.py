@@ -62,9 +62,8 @@ def test_frozen_and_unused_parameters_get_no_gradient(device: str, main_grad: bo
 def test_several_variants_share_a_slot_and_keep_their_bits(device: str) -> None:
     sizes = {"large": 12, "middle": 7, "small": 1}
     keys = [(name, training) for name in sizes for training in (True, False)]
-    pair = Pair(device, blocks(), main_grad=True).capture(
-        *(variant(key, training=key[1], rows=sizes[key[0]]) for key in keys)
-    )
+    pair = Pair(device, blocks(), main_grad=True)
+    pair.capture(*(variant(key, training=key[1], rows=sizes[key[0]]) for key in keys))
     for step in range(12):
         name, training = key = keys[step % len(keys)]
         with torch.set_grad_enabled(training):

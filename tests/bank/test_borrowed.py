@@ -174,9 +174,8 @@ def test_a_borrowed_parameter_is_refused_and_its_gradient_kept(device: str, how:
     pair = Pair(device, [Block(), Applies(lambda hidden: USES[how](hidden, given))])
     pair.capture()
     name = "a tensor" if given is not weight else "weight of a LayerNorm"
-    assert pair.failure(1, EagerReason.SHARED_PARAMETER) == (
-        f"reaches {name} (torch.float32, (8,)), a parameter that none of its modules has"
-    )
+    said = f"reaches {name} (torch.float32, (8,)), a parameter that none of its modules has"
+    assert pair.failure(1, EagerReason.SHARED_PARAMETER) == said
     assert weight.grad is before and (bits is None or torch.equal(bits, before))
 
 
@@ -302,7 +301,7 @@ class Twice(PartlyRecomputed):
 
 
 @pytest.mark.parametrize(("kind", "main_grad"), [(Twice, False), (PartlyRecomputed, True)])
-def test_one_part_and_main_grads_are_added_up(device: str, kind: type[nn.Module], main_grad: bool) -> None:
+def test_one_part_and_several_in_main_grad_are_added_up(device: str, kind: Any, main_grad: bool) -> None:
     pair = Pair(device, [Block(), kind(), Block()], main_grad=main_grad).capture()
     assert pair.bank.failures == []
     pair.replay_steps(3)

@@ -319,9 +319,8 @@ def test_holders_are_named_by_kind_and_site() -> None:
     slot = leased()
     assert slot.describe_holders() == "a micro-batch that has not ended"
     play(slot, "F0 F3 +3 +3 end")
-    assert slot.describe_holders() == (
-        "1 pending backward of site 0, 1 pending backward of site 3, 2 tensors of site 3"
-    )
+    held = "1 pending backward of site 0, 1 pending backward of site 3, 2 tensors of site 3"
+    assert slot.describe_holders() == held
     play(slot, "-3 X0")
     assert slot.describe_holders() == "1 pending backward of site 3, 1 tensor of site 3"
 

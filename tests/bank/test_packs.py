@@ -205,9 +205,8 @@ DERIVED: dict[str, tuple[Arguments, str]] = {
 @pytest.mark.parametrize(("arguments", "name"), DERIVED.values(), ids=DERIVED.keys())
 def test_an_argument_computed_from_metadata_is_an_error(device: str, arguments: Arguments, name: str) -> None:
     """It kept the example's value in every replay, and its memory was freed after the capture."""
-    with pytest.raises(
-        ValueError, match=rf"argument {name} is computed from the content of a metadata buffer"
-    ):
+    said = rf"argument {name} is computed from the content of a metadata buffer"
+    with pytest.raises(ValueError, match=said):
         captured(device, arguments)
 
 

@@ -25,9 +25,7 @@ def kinds(words: Sequence[str]) -> set[VariantKey]:
 # Training takes two steps, everything else one. What has happened; what then is `due` (in a state `before`
 # training, or an `evaluation`), is `warm`, and has `graphs`.
 SCRIPTS = {
-    "a kind after as many steps as it needs, however often it occurs in them": (
-        "note E; due; step T T T; due E; step T T; due T E; warm T E"
-    ),
+    "a kind after the steps that it needs": "note E; due; step T T T; due E; step T T; due T E; warm T E",
     "not again what was captured": "step E; captured E; step E; due",
     "not what others had captured before it was met here": "captured E T; step E T; due; warm E T",
     "further kinds after one step, once training has graphs": "captured T; step O; due O",

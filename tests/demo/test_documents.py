@@ -243,9 +243,8 @@ def test_packs_come_before_the_documents_end_and_own_their_tokens() -> None:
 
 
 def test_documents_and_sizes_that_no_pack_takes_are_refused_by_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"^document 'd1' of 51 tokens is over the limit of 50 tokens a pack$"
-    ):
+    said = r"^document 'd1' of 51 tokens is over the limit of 50 tokens a pack$"
+    with pytest.raises(ValueError, match=said):
         list(stream_packs(make_documents([3, LIMIT + 1]), LIMIT))
     with pytest.raises(ValueError, match=r"^document 'd1': expected at least 1 token, got none$"):
         list(stream_packs(make_documents([3, 0]), LIMIT))

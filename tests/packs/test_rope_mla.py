@@ -3,7 +3,6 @@
 
 import itertools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -314,7 +313,7 @@ def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> Non
     ],
     ids=str,
 )
-def test_bits_of_fusion(fused_kernels: ModuleType, shape: Shape, dtype: torch.dtype, cp_size: int) -> None:
+def test_bits_of_fused_kernels(fused_kernels: Any, shape: Shape, dtype: torch.dtype, cp_size: int) -> None:
     """Theirs must not get a tail, nor heads that are no power of two: blocks of them run over."""
     _heads, content, rotary, value = shape
     for seed, lengths in enumerate(([40, 8, 120, 64], [1024], [8] * 17, [16, 0, 240, 0])):

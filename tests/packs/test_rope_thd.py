@@ -123,7 +123,7 @@ def test_bits_of_megatrons_unfused_path(
 @layouts
 @pytest.mark.parametrize("dim", [16, 32, 128])
 @pytest.mark.parametrize("heads", [(7, 3), (1,), (33, 1, 2), (170,)], ids=str)
-def test_any_heads_have_the_bits_of_each(device: str, layout: str, dim: int, heads: tuple[int, ...]) -> None:
+def test_many_heads_have_the_bits_of_each(device: str, layout: str, dim: int, heads: tuple[int, ...]) -> None:
     """All tensors in one call against one head a call on the CPU, forward and backward."""
     lengths, dtype = [5, 0, 11], torch.bfloat16
     cos, sin = tables(frequencies(16, dim, layout, "cpu"), dtype)
