@@ -3,7 +3,7 @@
 
 Each part runs in a process of its own. Eager and graphed steps are padded to the same capacity. Peaks are of
 torch's allocator, from the start of the process; no optimizer has made its state, which would hide the
-difference. What lies outside the allocator is the device's used memory less that: nothing else may run.
+difference. What lies outside the allocator is the device's used memory less that: nothing else may run there.
 """
 
 from collections.abc import Mapping

@@ -3,9 +3,10 @@
 
 The floor of a step is its own graphs launched back to back by a loop in C, plus the GPU time of what runs
 outside of graphs. Each case runs in a process of its own. Models are built on a side stream, as Megatron-LM
-does, so that eager adds gradients beside its backward pass. Every way to run a step has the same packs, which
-are full. Eager is measured twice: with the plugin, graphs disabled, which pads packs to their capacity; and
-without it, on packs as they come, with our attention and RoPE, which Megatron's local layers need.
+does, so that eager adds gradients beside its backward pass. No deterministic algorithms; Python's cyclic
+garbage waits while steps are timed. Every way to run a step has the same packs, which are full. Eager is
+measured twice: with the plugin, graphs disabled, which pads packs to their capacity; and without it, on packs
+as they come, with our attention and RoPE, which Megatron's local layers need.
 """
 
 from collections.abc import Mapping, Sequence
