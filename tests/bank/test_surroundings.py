@@ -136,22 +136,21 @@ def test_hooks_inside_a_micro_batch_are_seen_by_each_site(pair: Pair) -> None:
     assert pair.eager_calls() == {"RECOMPUTING": 3}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda bank: bank.begin(0, [], True),
-        lambda bank: bank.end(),
-        lambda bank: bank.replay_all(torch.zeros(ROWS, WIDTH)),
-    ],
-    ids=["begin", "end", "replay"],
-)
-def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(call: Callable[[Bank], Any]) -> None:
+CALLS: dict[str, Callable[[Bank], Any]] = {
+    "begin": lambda bank: bank.begin(0, [], True),
+    "end": lambda bank: bank.end(),
+    "replay": lambda bank: bank.replay_all(torch.zeros(ROWS, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(name: str) -> None:
     errors: list[str] = []
     meddles = False
 
     def calls() -> None:
         try:
-            call(pair.bank)
+            CALLS[name](pair.bank)
         except RuntimeError as error:
             errors.append(str(error))
 
@@ -344,11 +343,8 @@ def hooks() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
 
 
-@contextmanager
-def stray_gradient(param: Any) -> Any:
-    param.grad = torch.zeros_like(param)
-    yield
-    param.grad = None
+def stray_gradient(param: Any) -> AbstractContextManager[None]:
+    return _set(param, "grad", torch.zeros_like(param))
 
 
 @pytest.mark.parametrize("are_alike", [False, True])
