@@ -83,6 +83,20 @@ def test_experts_of_other_kinds(scopes: tuple[str, ...], case: str) -> None:
     check_calls(graphed.report, "graph", sum(map(len, steps)))
 
 
+@pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids="+".join)
+@engines
+def test_attention_that_is_recomputed_has_the_bits_of_eager(
+    engine: bool, scopes: tuple[str, ...], deterministic_engine: None
+) -> None:
+    """Of `recompute_modules` overlap refuses `moe` alone."""
+    config: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    config["engine"] = engine
+    steps = steps_of(5)
+    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **config)
+    assert_same_bits(train(steps, "eager", **config), graphed)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+
+
 @pytest.mark.skipif(not seams.permutation_sorts(), reason="this release permutes into shapes that vary")
 def test_rows_that_were_dispatched_give_their_memory_back() -> None:
     """Nodes keep all else; and these too, where Megatron's own graphs would have made them."""
