@@ -10,8 +10,6 @@ from megagraph.bank.sites import CapturedVariant
 from megagraph.bank.verify import Verification
 from megagraph.megatron.graphs.model import GraphedModel
 
-__all__ = ["every_graph_is_compared_or_named"]
-
 
 def _compared(captured: CapturedVariant) -> set[int]:
     """The sites, by index, whose graphs of a variant have been compared."""

@@ -558,8 +558,7 @@ class Host:
 
     def log_probs(self, micros: Sequence[rig.Micro]) -> None:
         """Of the wrapped model, through the schedule."""
-        given = {"seq_length": 1, **self.schedule}
-        self.left += log_probs(self.trainer.model, micros, self._values, **given)
+        self.left += log_probs(self.trainer.model, micros, self._values, **{"seq_length": 1, **self.schedule})
 
     def bare_log_probs(self, micros: Sequence[rig.Micro]) -> None:
         """Of the unwrapped model, outside of any schedule, as GRPO of ms-swift asks for them."""

@@ -20,8 +20,6 @@ from megagraph.bank.bank import Bank
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.scopes.moe import drop_history, forget_calls
 
-__all__ = ["forget_loss_scale", "free_models", "go_in_time", "models_in_memory"]
-
 PATIENCE_SECONDS = 5
 
 _named: weakref.WeakSet[Any] = weakref.WeakSet()

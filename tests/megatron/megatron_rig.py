@@ -389,6 +389,20 @@ def report_of(trainer: Trainer) -> dict[str, Any]:
     return report
 
 
+def ran(
+    report: dict[str, Any], replays: int | None = None, *, failures: int = 0, **counts: int
+) -> dict[str, Any]:
+    """A report with these layer calls that replayed and, by their reasons, that ran eager, and no others.
+
+    `graphs` and `calls` are those figures of the report.
+    """
+    figures = {"replays": replays, **{name: counts.pop(name, None) for name in ("graphs", "calls")}}
+    assert report["eager"] == counts and len(report["failures"]) == failures, report["failures"]
+    for name, expected in figures.items():
+        assert expected in (None, report[name]), name
+    return report
+
+
 def eager_since(after: dict[str, Any], before: dict[str, Any]) -> dict[str, int]:
     """Calls between two reports of a model that ran eager, by their reasons."""
     found = {reason: count - before["eager"].get(reason, 0) for reason, count in after["eager"].items()}
@@ -504,6 +518,9 @@ class Pair:
         for report in (eager, graphed):
             assert report["calls"] == report["replays"] + sum(report["eager"].values())
         return graphed
+
+    def ran(self, replays: int | None = None, **counts: int) -> dict[str, Any]:
+        return ran(self.report(), replays, **counts)
 
 
 def steps_of(

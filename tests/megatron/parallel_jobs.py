@@ -31,7 +31,6 @@ OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 PACKS = 2  # of each step that ranks train
 MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)  # lengths of a pack that fits no capacity
 
-
 # Two ranks can share the rows of each.
 SHAPES = [(10, 30, 24), (64,), (20, 8), (2, 2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
 
@@ -176,8 +175,7 @@ def share_rows(expert_parallel: int) -> dict[str, int]:
 @makes_groups
 def train_shared(*, expert_parallel: int, **options: Any) -> dict[str, Any]:
     """As `train_experts()`, with packs whose rows all ranks share, and experts spread over some of them."""
-    sizes = share_rows(expert_parallel)
-    return train_experts(own_packs=False, sequence_parallel=True, **sizes, **options)
+    return train_experts(own_packs=False, sequence_parallel=True, **share_rows(expert_parallel), **options)
 
 
 # -- what one rank alone does ----------------------------------------------------------------------

@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["make_groups", "makes_groups", "seed_streams", "seeded"]
-
 
 def seed_streams() -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

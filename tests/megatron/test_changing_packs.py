@@ -153,8 +153,7 @@ FORMS = [
 @pytest.mark.parametrize("tail", TailConvention)
 def test_every_tail_convention_and_form_of_pack_has_eager_bits(tail: TailConvention) -> None:
     run = rig.compare_runs(FORMS, plugin={"tail": tail})
-    assert run.report["replays"] == 2 * 4 * rig.LAYERS
-    assert run.report["eager"] == {"WARMING_UP": 4 * rig.LAYERS}
+    rig.ran(run.report, 2 * 4 * rig.LAYERS, WARMING_UP=4 * rig.LAYERS)
 
 
 def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
@@ -217,14 +216,12 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_to
         trainer.chunk.rotary_pos_emb.inv_freq.mul_(0.5)
         type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
     pair.step(rig.ONE, rig.TWO)
-    after = pair.report()
-    assert after["eager"] == {"WARMING_UP": layers, "SIGNATURE_CHANGED": 2 * layers}
+    after = pair.ran(WARMING_UP=layers, SIGNATURE_CHANGED=2 * layers)
     assert after["replays"] == before["replays"] == layers
     assert after["padding_share"] == before["padding_share"] == _approx(_share([rig.ONE]))
 
 
 # -- rows of no document, there and back -------------------------------------------------------------
-
 
 MICRO = Micro(lengths=(9, 20), tail=7)
 END = sum(MICRO.lengths)

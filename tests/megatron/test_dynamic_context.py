@@ -34,8 +34,6 @@ from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.groups import COLLECTIONS
 from megagraph.megatron.parallel.peers import Peers
 
-pytestmark = pytest.mark.megatron
-
 SIZES = (1, 2, 4)
 KIND = VariantKey(None, PackForm(False, False, None), grad=True)
 # By step and rank. Documents that need four ranks, two, and one; and all three in one micro-batch.
@@ -61,8 +59,7 @@ def check(runs: list[dict[str, Any]], *, warm_up_steps: int = 1) -> None:
             assert size not in met or counts["replayed"] > 0
         # Once: what another rank has met first is not captured again where it is met later.
         found = report["verification"]
-        kinds = 2 if run["evaluated"] else 1
-        assert found["verified"] + found["unverified"] == kinds * run["num_sizes"]
+        assert found["verified"] + found["unverified"] == (2 if run["evaluated"] else 1) * run["num_sizes"]
         replayed = sum(counts.get("replayed", 0) for counts in report["cp_sizes"].values())
         found = f"{report['cp_sizes']}, {report['eager']}, of {run['sizes']}"
         assert replayed == sum(run["numbers"][warm_up_steps:]) + run["evaluated"], found
@@ -161,8 +158,7 @@ def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world2: World
     plugin, shared = {"cuda_graph_max_packed_seqs": (2,)}, [[120, 7], [60]]
     lengths = [shared, [[20, 20, 20], [60]], shared]
     runs = world2.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
-    misfits = [run["report"]["eager"].get("TOO_MANY_SEQUENCES", 0) for run in runs]
-    assert len(set(misfits)) > 1
+    assert len({run["report"]["eager"].get("TOO_MANY_SEQUENCES", 0) for run in runs}) > 1
     for run in runs:
         assert run["report"]["failures"] == [] and run["report"]["replays"] > 0
         assert set(run["report"]["eager"]) <= {"WARMING_UP", "TOO_MANY_SEQUENCES"}
@@ -332,7 +328,6 @@ def test_owners_of_ranks_that_are_no_objects_of_megatrons() -> None:
 
 
 EQUAL_ROWS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
-
 
 GLOBAL_LOSS = {"moe_router_load_balancing_type": "global_aux_loss"}
 

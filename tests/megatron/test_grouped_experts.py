@@ -117,8 +117,7 @@ def choosing(experts: Sequence[Sequence[int]]) -> Callable[..., tuple[Tensor, Te
         for row, numbers in enumerate(experts):
             chosen[row, list(numbers)] = True
         chosen = chosen.to(rows.device)
-        scores = rows.flatten(1)[:, :EXPERTS].float().sigmoid()
-        return scores.masked_fill(~chosen, 0), chosen
+        return rows.flatten(1)[:, :EXPERTS].float().sigmoid().masked_fill(~chosen, 0), chosen
 
     return route
 

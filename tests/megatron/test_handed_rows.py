@@ -33,8 +33,6 @@ from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel import peers
 from megagraph.megatron.parallel.model_parallel import splits
 
-pytestmark = pytest.mark.megatron
-
 LAYERS = OPTIONS.layers
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 has_output_processor = pytest.mark.skipif(
@@ -155,8 +153,7 @@ def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(way: str) -
     with megagraph.disable_cuda_graphs_this_step():
         eager = [run(micro) for micro in micros]
     (report,) = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "DISABLED": 3 * LAYERS}
-    assert report["replays"] == (2 + 3) * LAYERS
+    rig.ran(report, (2 + 3) * LAYERS, WARMING_UP=2 * LAYERS, DISABLED=3 * LAYERS)
     megagraph.uninstall()
     for micro, replayed, canonical in zip(micros, graphed, eager, strict=True):
         alone = run(micro)
@@ -239,7 +236,6 @@ def test_a_model_with_forwards_of_its_own_on_several_ranks(sequence_parallel: bo
 
 # -- experts that take as many rows from each rank ---------------------------------------------------
 
-
 FEW = Capacity(tokens=64, num_seqs=3, max_seqlen=48)
 MANY = Capacity(tokens=64, num_seqs=5, max_seqlen=48)
 SCOPES = ("attn", "moe_router", "mlp")
@@ -285,8 +281,7 @@ def test_ranks_with_packs_of_their_own_ask_each_other_nothing_once_they_have_met
     """A pack of one rank that fits no capacity runs eager there, on as many rows; the other rank replays."""
     report = train(scopes=scopes, num_steps=5, misfits_on=1, **CASES[case])
     misfits = dict.fromkeys(MISFITS, SITES) if distributed.get_rank() else {}
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * SITES, **misfits}
-    assert report["replays"] == 4 * 3 * SITES - sum(misfits.values())
+    rig.ran(report, 4 * 3 * SITES - sum(misfits.values()), WARMING_UP=3 * SITES, **misfits)
 
 
 @on_ranks(2)

@@ -24,7 +24,7 @@ from torch import Tensor
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 ROUNDS = 5
 PACKS = (

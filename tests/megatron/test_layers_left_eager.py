@@ -140,8 +140,7 @@ def test_a_capture_that_fails_as_a_whole_is_tried_again_only_if_something_change
     for _ in range(4):  # runs as given, and the reference on canonical packs
         pair.step(FULL, FULL)
         pair.evaluate(FULL)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS, "CAPTURE_FAILED": 3 * 3 * LAYERS}
+    report = pair.ran(failures=1, WARMING_UP=3 * LAYERS, CAPTURE_FAILED=3 * 3 * LAYERS)
     assert report["failures"] == ["ArithmeticError: an injected failure"]
     assert len(tried) == 2 and caplog.text.count("Traceback") == 1
     for trainer in pair.both:
@@ -180,9 +179,7 @@ def test_a_failure_of_the_evaluation_capture_costs_training_no_graph() -> None:
     pair.step(rig.ONE)
     pair.evaluate(rig.ONE)
     pair.step(rig.TWO)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 1}
-    assert report["replays"] == 3 * LAYERS + (LAYERS - 1)
+    pair.ran(3 * LAYERS + (LAYERS - 1), failures=1, WARMING_UP=2 * LAYERS, CAPTURE_FAILED=1)
 
 
 def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
@@ -200,8 +197,7 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
 
     rig.changes_output(_mlp(pair.graphed.chunk), draws)
     pair.step(rig.ONE, rig.TWO, times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "RNG_NOT_GRAPH_SAFE": 2 * 2}
+    pair.ran(failures=1, WARMING_UP=2 * LAYERS, RNG_NOT_GRAPH_SAFE=2 * 2)
     assert tracker.states_["test"].unique().tolist() == [3 * 2]
     pair.graphed.chunk.decoder.layers[2].note = pair.eager.chunk.decoder.layers[2].note = "other"
     pair.step(rig.ONE, times=2)

@@ -141,8 +141,7 @@ def test_a_later_table_of_another_kind_keeps_the_mask(trainer: Trainer) -> None:
     wanted = rig.step(trainer, [TWO], update=False)
 
     def other(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = kwargs["rotary_pos_emb"]
-        return args, {**kwargs, "rotary_pos_emb": given.clone().mul_(1.0 + 1e-6)}
+        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone().mul_(1.0 + 1e-6)}
 
     handle = trainer.chunk.decoder.register_forward_pre_hook(other, with_kwargs=True)
     found = rig.step(trainer, [TWO], update=False)
@@ -208,8 +207,7 @@ def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
                 trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
             seen.clear()
             ours = rig.step(trainer, [micro], update=False)
-            eager = rig.eager_since(rig.report_of(trainer), before)
-            assert eager == {"SIGNATURE_CHANGED": rig.LAYERS}
+            assert rig.eager_since(rig.report_of(trainer), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
             assert len(seen) == (0 if handed[0] is None else rig.LAYERS)
             for mask in seen:
                 mask = mask if whose == "hook" else mask[:, : micro.physical]

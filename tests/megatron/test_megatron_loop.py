@@ -107,8 +107,7 @@ def _command(spec: str, mode: str, model: str) -> tuple[str, dict[str, str]]:
         "MEGAGRAPH_MAX_SEQLEN_PER_DP_CP_RANK": str(tokens),
         "MEGAGRAPH_PROGRESS": "0",
     }
-    line = f"{model} {arguments} --seq-length {tokens} --max-position-embeddings {tokens}"
-    return line, environment
+    return f"{model} {arguments} --seq-length {tokens} --max-position-embeddings {tokens}", environment
 
 
 def _both_runs(folder: Path, spec: str, mode: str) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:

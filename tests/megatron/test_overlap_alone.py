@@ -41,7 +41,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron import seams
 from megagraph.megatron.scopes.plan import BlockPlan
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 STEPS = 9  # more than twice all counts
 BREAKS = 6  # the step that raises, or before which something changes
@@ -132,8 +132,7 @@ def test_dense_layers_follow_attention(scopes: tuple[str, ...]) -> None:
     graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, kinds="-E")
     assert_same_bits(train(steps, "eager", kinds="-E"), graphed)
     assert graphed.report["cuda_graph_modules"] == [*(scopes or ("attn", "moe_router"))]
-    sites = 1 if scopes else 2
-    assert graphed.report["replays"] == (sum(map(len, steps)) - COUNTS[0]) * sites
+    assert graphed.report["replays"] == (sum(map(len, steps)) - COUNTS[0]) * (1 if scopes else 2)
 
 
 def test_packs_below_their_capacity_have_its_bits() -> None:
@@ -144,7 +143,6 @@ def test_packs_below_their_capacity_have_its_bits() -> None:
 
 
 # -- what stays eager, and why -----------------------------------------------------------------------
-
 
 Act = Callable[[Any], contextlib.AbstractContextManager[Any]]
 
@@ -171,8 +169,7 @@ def test_a_layer_with_a_hook_runs_in_megatrons_node_and_the_other_replays() -> N
         yield
         handle.remove()
 
-    report = compared_while(hooked)
-    assert set(report["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
+    assert set(compared_while(hooked)["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
 
 
 def test_a_rotary_table_of_a_hosts_runs_as_given() -> None:

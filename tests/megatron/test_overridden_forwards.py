@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import megagraph
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
 OTHER_FULL = Micro(lengths=(30, 19, 8, 4, 3), seed=3)

@@ -157,7 +157,6 @@ def test_a_forward_that_comes_back_to_a_layer_with_graphs_again_is_noticed(scope
 
 # -- forwards that a host sets: no layer is split where one would be passed over ---------------------
 
-
 # What is graphed, and which forward is set, by the child that has it and its name.
 CASES = [
     (("attn",), "", "forward"),
@@ -200,8 +199,7 @@ def test_from_the_beginning_away_and_back_again(scopes: Sequence[str], child: st
     assert (child, name) in WHOLE or "so that its router cannot run alone" in report["failures"][0]
     for take in takers:
         take()
-    away = pair.train(steps[3:6])
-    assert away["replays"] - report["replays"] == 2 * 2
+    assert pair.train(steps[3:6])["replays"] - report["replays"] == 2 * 2
     for trainer in pair.both:
         _doubled(trainer, child, name)
     back = pair.train(steps[6:])

@@ -109,11 +109,9 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
 
 
 def test_packs_that_fit_no_capacity_run_as_given() -> None:
-    large = rig.Micro(lengths=(40, 40), seed=8)
-    given = [[FULL, large]] * 3
+    given = [[FULL, rig.Micro(lengths=(40, 40), seed=8)]] * 3
     graphed = rig.compare_runs(given, prediction)
-    assert graphed.report["replays"] == 2 * LAYERS
-    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 3 * LAYERS}
+    rig.ran(graphed.report, 2 * LAYERS, WARMING_UP=LAYERS, TOO_MANY_TOKENS=3 * LAYERS)
 
 
 def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> None:
@@ -125,9 +123,7 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> N
     micros = rig.steps_of(1, tails=False)[0]
     rig.step(trainer, micros, update=False)
     ours = rig.step(trainer, micros, update=False)
-    report = rig.report_of(trainer)
-    assert report["replays"] == 0
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS, "FOREIGN_HOOK": 3 * LAYERS}
+    rig.ran(rig.report_of(trainer), 0, failures=2, WARMING_UP=3 * LAYERS, FOREIGN_HOOK=3 * LAYERS)
     megagraph.uninstall()
     assert_same_bits(ours, rig.step(trainer, micros, update=False))
 
@@ -169,8 +165,7 @@ def test_a_forward_of_a_hosts_own_is_refused_by_name(install: rig.Install) -> No
     trainer.chunk.mtp.__class__ = OwnPrediction
     micros = rig.steps_of(1, tails=False)[0]
     ours = [rig.step(trainer, micros, update=False) for _ in range(3)]
-    report = rig.report_of(trainer)
-    assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * LAYERS}
+    report = rig.ran(rig.report_of(trainer), failures=1, SCOPE_UNSUPPORTED=3 * 3 * LAYERS)
     name = f"multi-token prediction by {__name__}.{OwnPrediction.forward.__qualname__}"
     assert report["failures"] == [f"GPTModel stays eager (SCOPE_UNSUPPORTED): {name} is not supported yet"]
     megagraph.uninstall()

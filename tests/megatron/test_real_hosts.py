@@ -119,7 +119,6 @@ JOBS = {
 # Short: what is looked at is how it ends.
 EXIT = Job(model=model_options(256, layers=2, tokens=512), ranks=2, transformer=_SHARED, steps=8)
 
-
 # Runtime and driver calls that wait for the device.
 WAITING = (
     *("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize"),

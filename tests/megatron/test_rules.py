@@ -283,8 +283,7 @@ def test_rule_13_leaves_experts_eager_alone_if_nothing_is_named(case: str, insta
     with_graphs((), moe_rig.BASE)  # raises nothing
     install()
     with moe_rig.experts_on_cpu():
-        pair = Pair(ExpertTrainer, kinds="E-", **options)
-        report = pair.train([micro] for micro, *_others in steps_of(3))
+        report = Pair(ExpertTrainer, kinds="E-", **options).train([micro] for micro, *_others in steps_of(3))
     assert report["cuda_graph_modules"] == [*chosen] and report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 2} and report["replays"] == 2 * 2
 

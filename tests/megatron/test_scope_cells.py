@@ -15,7 +15,7 @@ from typing import Any
 import moe_rig
 import pytest
 from mamba_rig import Documented, mamba_experts, mamba_spec
-from megatron_rig import OPTIONS, compare_runs, needs_engine, steps_of
+from megatron_rig import OPTIONS, compare_runs, needs_engine, ran, steps_of
 from mla_rig import mla_config
 from moe_rig import Config, ExpertTrainer
 from streams import seeded
@@ -135,9 +135,8 @@ def compare(
 
 def check_report(report: Config, count: int) -> None:
     sites = report["layers"]
-    assert sites > 0 and report["failures"] == []
-    assert report["eager"] == {"WARMING_UP": 3 * sites}
-    assert report["replays"] == 3 * sites * (count - 1)
+    ran(report, 3 * sites * (count - 1), WARMING_UP=3 * sites)
+    assert sites > 0
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
 
 
@@ -184,7 +183,6 @@ OF_ENGINE: dict[str, tuple[Config, Scopes]] = {
 @pytest.mark.parametrize("case", OF_ENGINE)
 def test_experts_of_transformer_engine(case: str) -> None:
     further, scopes = OF_ENGINE[case]
-    name = "experts among dense layers"
-    report = compare(name, "Transformer Engine", scopes, 8, **further)
+    report = compare("experts among dense layers", "Transformer Engine", scopes, 8, **further)
     check_report(report, 8)
     assert report["graphs"] == 2 * report["layers"]

@@ -166,7 +166,6 @@ def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_
 
 # -- several micro-batches of a model in flight ------------------------------------------------------
 
-
 STEPS = 8 if ON_GPU else 2
 # Forwards and backwards of micro-batches by their number, in the order of a host.
 ORDERS = {

@@ -83,8 +83,7 @@ def test_a_change_between_steps(name: str, layers: str, install: rig.Install) ->
     losses = pair.step(rig.TWO, update=False).losses
     pair.eager.chunk.zero_grad()  # of parameters that neither DDP nor the optimizer knows
     pair.graphed.chunk.zero_grad()
-    before = pair.report()
-    assert before["eager"] == {"WARMING_UP": warm_up * rig.LAYERS}
+    before = pair.ran(WARMING_UP=warm_up * rig.LAYERS)
 
     undo = change.of_both(pair)
     changed = pair.step(rig.TWO).losses
@@ -147,8 +146,7 @@ def test_states_that_have_graphs_replay_however_often_they_alternate(pair: rig.P
     for name in names:
         with _changed(pair, name):
             pair.step(rig.ONE, times=2)
-    before = pair.report()
-    assert before["eager"] == {"WARMING_UP": rig.LAYERS, "STATE_CHANGED": 3 * rig.LAYERS}
+    before = pair.ran(WARMING_UP=rig.LAYERS, STATE_CHANGED=3 * rig.LAYERS)
     for name in names * 2:
         with _changed(pair, name):
             pair.step(rig.ONE)

@@ -71,8 +71,7 @@ def _one_by_one(options: ModelOptions, taken: dict[str, Tensor], micro: Micro) -
 
 
 def _valid(losses: Tensor, micro: Micro) -> Tensor:
-    mask = micro.row_lists()[2].to(losses.device)
-    return losses[mask > 0]
+    return losses[micro.row_lists()[2].to(losses.device) > 0]
 
 
 def _close(ours: Tensor, theirs: Tensor, what: str) -> None:

@@ -40,9 +40,7 @@ def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
     pair.step(rig.ONE, rig.TWO, times=4)
     pair.evaluate(rig.ONE, rig.TWO)
     pair.evaluate(rig.TWO, rig.ONE)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": (2 + 2) * rig.LAYERS, "VERIFY_FAILED": 3 * 2 + 2}
-    assert report["replays"] == 3 * 2 + 2
+    report = pair.ran(3 * 2 + 2, failures=1, WARMING_UP=(2 + 2) * rig.LAYERS, VERIFY_FAILED=3 * 2 + 2)
     (failure,) = report["failures"]
     assert failure.startswith(
         "layer 1 (TransformerLayer) stays eager (VERIFY_FAILED): output differs from eager"
@@ -65,9 +63,8 @@ def test_a_layer_whose_graph_was_wrong_gets_none_again() -> None:
                 parameter.data = parameter.data.clone()
         megagraph.resume()
         pair.step(rig.ONE, rig.TWO, times=2)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "VERIFY_FAILED": (2 + 2 * 2) * 2}
-    assert report["verification"]["unverified"] == 1 and len(report["failures"]) == 1
+    report = pair.ran(failures=1, WARMING_UP=2 * rig.LAYERS, VERIFY_FAILED=(2 + 2 * 2) * 2)
+    assert report["verification"]["unverified"] == 1
     assert captured and not any(captured)
     for trainer in pair.both:  # the other one takes its place, and its name
         trainer.chunk.decoder.layers = nn.ModuleList(reversed(trainer.chunk.decoder.layers))
@@ -87,11 +84,8 @@ def test_a_layer_whose_graph_is_wrong_on_another_rank_runs_eager_here(
     monkeypatch.setattr(Verifier, "failing", of_ranks)
     pair = rig.Pair()
     pair.step(rig.ONE, rig.TWO, times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "GROUP_DISAGREED": 2 * 2}
-    assert [it.split(": ")[1] for it in report["failures"]] == [
-        "its graph is wrong on another rank of the group"
-    ]
+    report = pair.ran(failures=1, WARMING_UP=2 * rig.LAYERS, GROUP_DISAGREED=2 * 2)
+    assert report["failures"][0].split(": ")[1] == "its graph is wrong on another rank of the group"
 
 
 def test_a_pack_without_any_row_that_is_read_is_no_example() -> None:
@@ -113,9 +107,8 @@ def test_without_verification_it_would_replay(install: rig.Install) -> None:
     install(verify="off")
     trainer = rig.ModelTrainer(prepare=_baked)
     rig.step(trainer, [rig.ONE, rig.TWO], times=3)
-    report = rig.report_of(trainer)
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and report["replays"] == 2 * 2 * rig.LAYERS
-    assert report["failures"] == [] and report["verification"]["verified"] == 0
+    report = rig.ran(rig.report_of(trainer), 2 * 2 * rig.LAYERS, WARMING_UP=2 * rig.LAYERS)
+    assert report["verification"]["verified"] == 0
 
 
 SMALL, LARGE = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=tokens) for tokens in (32, 64))
@@ -160,8 +153,7 @@ def test_rows_of_padding_between_documents_may_hold_anything(pair: rig.Pair) -> 
         lambda out: out + litter.to(out) if rig.is_capturing() else out,
     )
     pair.step(padded, times=3)
-    report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": rig.LAYERS}
+    report = pair.ran(WARMING_UP=rig.LAYERS)
     assert report["verification"]["verified"] == 1 and report["verification"]["within_spread"] == []
 
 
@@ -269,17 +261,12 @@ def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(pair: rig
         pair.step(rig.ONE, rig.TWO, times=4)
     finally:
         KEPT.clear()
-    report = pair.report()
-    assert report["replays"] == 0 and report["eager"] == {
-        "WARMING_UP": 2 * rig.LAYERS,
-        "VERIFY_FAILED": 3 * 2 * rig.LAYERS,
-    }
-    assert len(report["failures"]) == rig.LAYERS
+    eager = {"WARMING_UP": 2 * rig.LAYERS, "VERIFY_FAILED": 3 * 2 * rig.LAYERS}
+    report = pair.ran(0, failures=rig.LAYERS, **eager)
     assert all("a module keeps memory of its call" in failure for failure in report["failures"])
 
 
 # -- kernels that add with atomics make other bits in each run; that costs no layer its graph --------
-
 
 # So wide that many terms are added, and packs long enough for several blocks of attention.
 WIDE = dataclasses.replace(OPTIONS, hidden=1024, heads=8, max_tokens=2048)

@@ -14,7 +14,6 @@ from torch import distributed
 from worlds import Worlds, patience
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.ranks,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the world of tests itself: shown on the CPU"),
 ]
