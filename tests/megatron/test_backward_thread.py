@@ -12,7 +12,6 @@ import megatron_rig as rig
 import pytest
 import torch
 from moe_rig import FULL_RECOMPUTE, recompute
-from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -193,15 +192,3 @@ def test_bits_where_the_backward_goes_by_way_of_the_host(pair: rig.Pair) -> None
         pair.step(rig.ONE, rig.Micro(lengths=(3 + index, 30, 8), seed=index))
     assert seen.multithreaded == [True] * 2 + [False] * 6
     assert set(seen.threads[2:]) == {threading.get_ident()} and threading.get_ident() not in seen.threads[:2]
-
-
-def test_the_same_bits_on_both_sides_of_the_switch(install: rig.Install) -> None:
-    """Of one model and one replay: inside of a schedule, and by its calls alone."""
-    trainer, _seen = trained(install)
-    inside = rig.step(trainer, [rig.ONE], update=False)
-    trainer.zero_grad()
-    losses, reduce = rig.forward(trainer.model, rig.ONE, trainer.device)
-    loss, kept = reduce(losses)
-    loss.backward()
-    trainer.model.finish_grad_sync()
-    assert_same_bits(inside, rig.Step(losses=[kept["losses"]], grads=rig.grads(trainer.chunk)))

@@ -20,7 +20,7 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.layer_arguments import layer_constants
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
+from megagraph.megatron.patch.inside_layers import wrap_documents
 from megagraph.modules import Norm
 
 HYBRID = seams.hybrid_seams() or ()
@@ -33,8 +33,7 @@ def test_a_pack_over_the_capacity_runs_eager_as_it_was_given() -> None:
     over, make = rig.Micro(lengths=(4,) * 6), rig.HybridTrainer
     report = rig.compare_runs([[rig.ONE, over], [rig.TWO, over], [over, rig.OTHER], [rig.TWO]], make).report
     assert report["model"] == HYBRID[0].owner().__name__
-    assert report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
-    assert report["replays"] == 3 * LAYERS
+    rig.ran(report, 3 * LAYERS, WARMING_UP=LAYERS, TOO_MANY_SEQUENCES=3 * LAYERS)
 
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
@@ -44,9 +43,7 @@ def test_a_layer_that_stays_eager_gets_the_rotary_tables(layer: int) -> None:
     for trainer in pair.both:
         trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
     pair.step(rig.ONE, rig.TWO, times=4)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 3 * 2}
-    assert report["replays"] == 3 * 2 * (LAYERS - 1)
+    pair.ran(3 * 2 * (LAYERS - 1), failures=1, WARMING_UP=2 * LAYERS, FOREIGN_HOOK=3 * 2)
 
 
 def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
@@ -57,8 +54,7 @@ def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
     assert isinstance(stack, owner) and type(stack.final_norm) is Norm
     assert [type(layer).__name__ for layer in stack.layers] == ["TransformerLayer", "MLPLayer"] * 2
     assert (dict(vars(block)), dict(vars(owner))) == before
-    spec = megagraph.get_hybrid_stack_varlen_spec()
-    assert spec.module is type(stack)
+    assert megagraph.get_hybrid_stack_varlen_spec().module is type(stack)
     headless = rig.HybridTrainer(pattern="-", arguments=lambda _: {"post_process": False}).chunk.decoder
     assert not hasattr(headless, "final_norm")
     by_position = megagraph.get_hybrid_stack_varlen_spec(None, False, True, False)  # as Megatron's function
@@ -148,11 +144,9 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
 
 
 def test_where_nothing_is_named_experts_alone_stay_eager(experts: None) -> None:
-    steps = rig.steps_of(3, make=Documented)
-    report = rig.compare_runs(steps, mamba_experts, pattern="ME*E-").report
+    report = rig.compare_runs(rig.steps_of(3, make=Documented), mamba_experts, pattern="ME*E-").report
     assert report["cuda_graph_modules"] == ["attn", "mlp", "mamba", "moe_router"]
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 5}
-    assert report["replays"] == 2 * 3 * 5
+    rig.ran(report, 2 * 3 * 5, WARMING_UP=3 * 5)
 
 
 def test_a_foreign_layer_in_the_place_of_experts_is_refused_by_name(
@@ -166,7 +160,6 @@ def test_a_foreign_layer_in_the_place_of_experts_is_refused_by_name(
 
 
 # -- Mamba layers, real but for their mixer ----------------------------------------------------------
-
 
 OF_PATTERN = len(PATTERN)
 
@@ -281,22 +274,6 @@ def test_what_only_decoding_reads_of_a_mixer_is_no_part_of_its_state() -> None:
             mixer._A_neg_exp_cache_stale = is_stale
         pair.step(Documented(lengths=(9, 20)))
     assert pair.report()["eager"] == {"WARMING_UP": OF_PATTERN}
-
-
-def test_the_documents_of_rows_are_those_that_megatron_makes() -> None:
-    """Of offsets with empty documents and tails; where packs say documents, by their constructor."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
-    for offsets, rows in (((0, 5, 7, 11), 16), ((0, 0, 4, 4, 9), 9), ((0, 3, 3, 3), 8), ((0, 6), 6)):
-        cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-        if seams.packs_say_documents():
-            wanted = PackedSeqParams(cu_seqlens_q=cu_seqlens, total_tokens=rows).seq_idx
-        else:
-            params = PackedSeqParams(cu_seqlens_q=cu_seqlens)
-            wanted = MambaMixer._create_packed_seq_idx(None, params, rows)
-        found = documents_of_rows(cu_seqlens, rows)
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
 def test_only_canonical_packs_have_their_documents_made_anew() -> None:

@@ -4,7 +4,6 @@
 import gc
 import inspect
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -251,19 +250,6 @@ if os.fork():  # one of the two scripts ends before the other, which then has no
     said = done.stderr.partition("megagraph: the report could not be written to ")[2]
     assert said.startswith(f"{tmp_path}/reports/r.json (")
     assert json.loads(done.stdout) == json.loads(said.partition("\n")[2]) == {"format": 2, "models": []}
-
-
-def test_models_of_one_class_are_told_apart(install: rig.Install, caplog: pytest.LogCaptureFixture) -> None:
-    """An actor and its reference were both called GPTModel."""
-    install()
-    with caplog.at_level(logging.INFO, logger="megagraph"):
-        trainers = [Trainer(rig.OPTIONS), Trainer(rig.OPTIONS)]
-        for _ in range(2):
-            for trainer in reversed(trainers):
-                rig.step(trainer, [rig.ONE])
-    assert [report["model"] for report in megagraph.reports()] == ["GPTModel", "GPTModel #2"]
-    captured = [line.partition(" captured ")[0] for line in caplog.messages if " captured " in line]
-    assert captured == ["GPTModel:", "GPTModel #2:"]
 
 
 @pytest.mark.parametrize("seam", OF_GPT, ids=_where)

@@ -5,11 +5,9 @@ import importlib.util
 from typing import Any
 
 import pytest
-import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Micro, ModelTrainer, Step, step
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Step, step
 from same_bits import assert_same_bits
-from torch import distributed, nn
-from worlds import on_ranks
+from torch import nn
 
 import megagraph
 from megagraph.demo.trainer import Trainer, transformer_config
@@ -92,37 +90,3 @@ def test_every_norm_of_a_layer_is_ours_and_keeps_the_bits_and_the_checkpoints_of
     assert names[0] == names[1] == names[2]
     for steps in left[1:]:
         assert_same_bits(left[0], steps)
-
-
-def test_the_norm_takes_sequence_parallelism_where_cores_refuses_it() -> None:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    config = transformer_config(OPTIONS, tensor_model_parallel_size=2, sequence_parallel=True)
-    with pytest.raises(AssertionError, match="sequence parallel not supported"):
-        WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
-    spec = megagraph.get_gpt_block_varlen_spec(config)
-    assert len(spec.layer_specs) == LAYERS
-    norm = spec.layer_norm(config=config, hidden_size=8, eps=1e-5)
-    assert [param.sequence_parallel for param in norm.parameters()] == [True, True]
-
-
-@on_ranks(2, tensor_parallel=2)
-def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism() -> None:
-    """Each rank sees half of the rows, and has the gradient of all of them in the end."""
-
-    def left_of_step(sequence_parallel: bool) -> Step:
-        sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
-        micros = [Micro(lengths=(9, 21)), Micro(lengths=(3, 30, 7), seed=1)]
-        return step(ModelTrainer(**sizes, qk_layernorm=True), micros, update=False)
-
-    shared, whole = left_of_step(True), left_of_step(False)
-    # On a GPU the model computes in bfloat16, and the two ways add up in another order.
-    close: dict[str, float] = {"rtol": 5e-2, "atol": 2e-3} if torch.cuda.is_available() else {}
-    torch.testing.assert_close(shared.losses, whole.losses, **close)
-    torch.testing.assert_close(shared.grads, whole.grads, **close)
-    ours = [grad for name, grad in shared.grads.items() if "norm" in name]
-    assert len(ours) == 2 * (4 * LAYERS + 1)
-    for grad in ours:
-        both = [torch.empty_like(grad) for _ in range(2)]
-        distributed.all_gather(both, grad)
-        assert torch.equal(*both)

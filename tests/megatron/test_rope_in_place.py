@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in place of Megatron's RoPE: which calls go to our op, in which layout, which to Megatron."""
+"""What runs in place of Megatron's RoPE and kernels, where no bits of a model tell it: test_rope_bits.py."""
 
 import functools
 from collections.abc import Callable
@@ -33,29 +33,25 @@ def group(size: int, rank: int = 0) -> Any:
 
 
 class Megatrons:
-    """Megatron's function, by the signature of a release. Doubles what it is given, and notes how."""
+    """Megatron's functions. They double what they are given, and note how."""
 
-    def __init__(self, *, newer: bool) -> None:
+    def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-        def older(
-            t: Tensor,
-            freqs: Tensor,
-            config: Any,
-            cu_seqlens: Tensor | None = None,
-            mscale: float = 1.0,
-            cp_group: Any = None,
-        ) -> Tensor:
-            self.calls.append({"cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": cp_group})
-            return self.doubled(t, cu_seqlens)
-
-        def with_mla(*args: Any, mla_rotary_interleaved: bool = False, **kwargs: Any) -> Tensor:
-            asked = {"mla_rotary_interleaved": mla_rotary_interleaved, "more": kwargs.pop("more", False)}
-            out = older(*args, **kwargs)
-            self.calls[-1] |= asked
-            return out
-
-        self.function: Callable[..., Any] = with_mla if newer else older
+    def function(
+        self,
+        t: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        mla_rotary_interleaved: bool = False,
+        **more: bool,
+    ) -> Tensor:
+        asked = {"mla_rotary_interleaved": True} if mla_rotary_interleaved else {}
+        self.calls.append({"cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": cp_group, **asked, **more})
+        return self.doubled(t, cu_seqlens)
 
     def fused(self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> Tensor:
         """Transformer Engine's, as Megatron calls it."""
@@ -90,54 +86,12 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     t = torch.randn(TOKENS, HEADS, WIDTH, generator=generator)
     t[ENDS[-1] :] = NAN
-    freqs = torch.randn(TOKENS, 1, 1, WIDTH, generator=generator)
-    return t, freqs, canonical(*ENDS)
-
-
-MLA = {"multi_latent_attention": True}
-LAYOUTS: list[tuple[bool, dict[str, bool], dict[str, bool], RopeLayout]] = [
-    (False, {}, {}, "neox"),
-    (True, {}, {}, "neox"),
-    (False, {"rotary_interleaved": True}, {}, "interleaved"),
-    (True, {"rotary_interleaved": True}, {}, "interleaved"),
-    (False, MLA, {}, "mla_interleaved"),
-    # Later releases say so in the call, not in the config.
-    (True, MLA, {}, "neox"),
-    (True, MLA, {"mla_rotary_interleaved": False}, "neox"),
-    (True, MLA, {"mla_rotary_interleaved": True}, "mla_interleaved"),
-]
-
-
-@pytest.mark.parametrize(("newer", "changes", "asked", "layout"), LAYOUTS)
-def test_a_canonical_pack_is_rotated_by_our_op_in_the_layout_of_its_config_or_call(
-    newer: bool, changes: dict[str, bool], asked: dict[str, bool], layout: RopeLayout
-) -> None:
-    megatrons = Megatrons(newer=newer)
-    t, freqs, cu_seqlens = operands()
-    rope = wrap_rope(megatrons.function)
-    out = rope(t, freqs, config(**changes), cu_seqlens, SCALE, **asked)
-    assert torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=layout, mscale=SCALE))
-    assert out[: ENDS[-1]].isfinite().all() and not out[ENDS[-1] :].any()
-    assert megatrons.calls == []
-    for other in {"neox", "interleaved", "mla_interleaved"} - {layout}:
-        assert not torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=other, mscale=SCALE))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("given", [torch.tensor(ENDS, dtype=torch.int32), None], ids=["as given", "no pack"])
-def test_any_other_pack_is_megatrons_own_business(given: Tensor | None, fused: bool) -> None:
-    """Bug: it was rotated by our op, in models that are not ours as well."""
-    megatrons, alone = Megatrons(newer=False), group(1)
-    t, freqs, _ = operands()
-    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=fused), given, SCALE, alone)
-    assert megatrons.calls == [{"cu_seqlens": given, "mscale": SCALE, "cp_group": alone}]
-    assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
-    assert out[ENDS[-1] :].isnan().all()  # as Megatron left it
+    return t, torch.randn(TOKENS, 1, 1, WIDTH, generator=generator), canonical(*ENDS)
 
 
 def test_fused_a_canonical_pack_is_megatrons_own_business_but_for_the_kernel_that_it_calls() -> None:
     """Bug: attention of a host's, which had imported Megatron's function, got the kernel's tail."""
-    megatrons, alone = Megatrons(newer=False), group(1)
+    megatrons, alone = Megatrons(), group(1)
     t, freqs, cu_seqlens = operands()
     out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, alone)
     assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "mscale": SCALE, "cp_group": alone}]
@@ -147,7 +101,7 @@ def test_fused_a_canonical_pack_is_megatrons_own_business_but_for_the_kernel_tha
 
 
 def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
-    megatrons = Megatrons(newer=True)
+    megatrons = Megatrons()
     t, freqs, cu_seqlens = operands()
     rope = wrap_rope(megatrons.function)
     rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=True, more=True)
@@ -157,10 +111,22 @@ def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
     assert len(megatrons.calls) == 1
 
 
+@pytest.mark.parametrize(("asked", "layout"), [(None, "neox"), (False, "neox"), (True, "mla_interleaved")])
+def test_where_a_call_says_how_mla_is_interleaved_its_config_does_not(
+    asked: bool | None, layout: RopeLayout
+) -> None:
+    megatrons, of_config = Megatrons(), config(multi_latent_attention=True)
+    t, freqs, cu_seqlens = operands()
+    given = {} if asked is None else {"mla_rotary_interleaved": asked}
+    out = wrap_rope(megatrons.function)(t, freqs, of_config, cu_seqlens, SCALE, **given)
+    assert torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=layout, mscale=SCALE))
+    assert megatrons.calls == [] and not out[ENDS[-1] :].any()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_fused_kernel_runs_and_its_tail_is_zero_there_and_back(ranks: int) -> None:
     """It leaves rows past the last offset as it finds them. Offsets are those of all ranks."""
-    megatrons = Megatrons(newer=False)
+    megatrons = Megatrons()
     t, freqs, _ = operands()
     cu_seqlens = canonical(*(ranks * end for end in ENDS))
     t.requires_grad_()
@@ -174,7 +140,6 @@ def test_the_fused_kernel_runs_and_its_tail_is_zero_there_and_back(ranks: int) -
 
 
 # -- attention of Transformer Engine ---------------------------------------------------------------
-
 
 RANKS, ROWS, END = 2, 8, 6  # of a rank, the last two behind the pack's end
 COLUMNS = 4

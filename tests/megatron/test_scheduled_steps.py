@@ -1,31 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of several ranks come to those that their schedule names, cut as attention expects them."""
+"""Documents of several ranks come to those that a schedule names: by ours, and by megatron-core's hybrid one.
 
-from collections.abc import Iterable
+That deals out one document in a micro-batch, and other numbers of micro-batches on other ranks, in sub-steps
+with a barrier behind each; within one, some ranks share theirs. What surrounds it is the release's, too: its
+groups, the wrapper of its data loader, and the function that cuts a document to a rank's rows.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import megatron_rig as rig
 import pytest
 import schedule_jobs
 import torch
-from megatron.core import parallel_state
-from schedule_jobs import device
+from megatron.core import parallel_state, utils
+from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
+from schedule_jobs import BOUND, alone, device, documents_of, forward, how_far
+from streams import make_groups
 from torch import Tensor, distributed
 from worlds import World, on_ranks
 
-from megagraph.decide.dispatch import PackShape
+import megagraph
+from megagraph._C import as_pack
+from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.parallel.context import ContextGroups
 from megagraph.megatron.scheduled_steps import MicroBatch, ScheduledSteps
 from megagraph.packs.ops import thd_partition_indices
 from megagraph.packs.schedule import ScheduleLimits, schedule_packs
 
-pytestmark = pytest.mark.megatron
+pytestmark = pytest.mark.both
 
 OPTIONS = {"cp_sizes": (1, 2, 4), "max_seqlen_per_dp_cp_rank": 64, "max_packed_seqs": 4}
 # By step and rank: one that mixes sizes, one where some bring nothing, one document for all.
 LENGTHS = [[[120, 7], [60], [58, 3], [1]], [[], [250, 30, 31], [], [5, 6, 7, 8, 9]], [[], [], [11], []]]
-
 
 CONFIG = SimpleNamespace(calculate_per_token_loss=True)
 
@@ -161,3 +175,253 @@ def test_ranks_train_what_one_process_would(world2: World) -> None:
         assert found["failures"] == [] and set(found["eager"]) == {"WARMING_UP"}
         assert found["eager"]["WARMING_UP"] == numbers[0] * found["layers"]
         assert found["replays"] == sum(numbers[1:]) * found["layers"]
+
+
+TOKENS = rig.CAPACITY.tokens
+# By step and rank of data parallelism; a document has as many rows as the release wants on all ranks. Steps
+# of four ranks have up to three sub-steps.
+ON_TWO = [[[120, 8], [64, 32]], [[40], [128, 4]], [[20, 24, 28], [32]], [[8, 124], [12]]]
+ON_TWO.append(ON_TWO[1])  # in which one evaluates before
+ON_FOUR = [
+    [[120, 8], [64], [248], [16]],
+    [[16], [8, 40], [128], [64]],
+    [[256], [104, 16], [64], [8]],
+    [[24, 40], [72], [8], [16]],
+]
+ON_FOUR.append(ON_FOUR[1])
+
+
+# -- megatron-core's own hybrid scheduler: what ranks run -------------------------------------------
+
+
+def start() -> int:
+    tensor_parallel: int = parallel_state.get_tensor_model_parallel_world_size()
+    make_groups(tensor_model_parallel_size=tensor_parallel, hybrid_context_parallel=True)
+    return tensor_parallel
+
+
+def _sample(documents: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What a data set of packed samples yields: documents in a row, and where they end."""
+    lengths = torch.tensor([document["tokens"].numel() for document in documents])
+    sample = {name: torch.cat([document[name] for document in documents]) for name in documents[0]}
+    positions = [torch.arange(int(length)) for length in lengths]
+    sample["position_ids"] = torch.cat(positions).to(sample["tokens"].device)
+    sample["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    return sample
+
+
+def _on_all_tensor_ranks(sample: Any) -> Any:
+    """The scheduler hands data to one of the ranks that share layers; a host sends it to the others."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return sample
+    # Over the CPU: tensors of another rank's GPU would stay there.
+    sent: list[Any] = [sample and {name: rows.cpu() for name, rows in sample.items()}]
+    distributed.broadcast_object_list(sent, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    return {name: rows.to(device()) for name, rows in sent[0].items()}
+
+
+def _cut(sample: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+    """This rank's rows of a document and its pack, as the release makes them."""
+    size = int(sample.pop("local_cp_size"))
+    if hasattr(utils, "get_batch_on_this_hybrid_cp_rank"):
+        return utils.get_batch_on_this_hybrid_cp_rank(sample, size)
+    # Since then a host makes the pack, of offsets that it has added to the batch.
+    length = sample["tokens"].numel()
+    batch: dict[str, Any] = {name: rows[None] for name, rows in sample.items()}
+    offsets = torch.tensor([0, length], dtype=torch.int32, device=batch["tokens"].device)
+    batch |= {"cu_seqlens": offsets[None], "local_cp_size": torch.tensor([size]), "hybrid_cp_group": None}
+    batch = utils.get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=True,
+        cp_group=parallel_state.get_context_parallel_group(),
+        hybrid_cp_group_func=parallel_state.get_hybrid_data_context_parallel_groups,
+    )
+    group = batch["hybrid_cp_group"]
+    return batch, rig.packed(offsets, max_seqlen_q=length, local_cp_size=size, cp_group=group)
+
+
+def _forward_step(data: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple[Tensor, Any]:
+    batch, params = _cut(_on_all_tensor_ranks(None if data is None else dict(next(data))))
+    return forward(model, batch, batch["position_ids"], params)
+
+
+class _Steps:
+    """Steps as the release's scheduler deals them out, and what this rank has had of each."""
+
+    def __init__(self, documents: Sequence[Sequence[Sequence[dict[str, Tensor]]]], config: Any) -> None:
+        rank = parallel_state.get_data_parallel_rank()
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        batches = iter([[_sample(of_ranks[rank])] for of_ranks in documents]) if is_first else None
+        self._wrapped = HybridCPDataLoaderWrapper(batches, config)
+        self._place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self.sizes: list[list[int]] = []  # of this rank's micro-batches, by step
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch, groups = next(self._wrapped)
+        if groups is not None:
+            sharers = [
+                [sum(number in others for others in group) for number in group[self._place]]
+                for group in groups
+            ]
+            self.sizes.append([size for of_group in sharers for size in of_group])
+        return batch, groups
+
+
+def train(
+    *,
+    lengths: list[list[list[int]]],  # of documents, by step and rank of data parallelism
+    cp_sizes: tuple[int, ...],  # by how many ranks the plugin lets packs be shared
+    ddp: dict[str, Any] | None = None,  # further fields of the config of Megatron's DDP
+    plugin: dict[str, Any] | None = None,  # its capacities; by default one, of a document
+    **options: Any,  # further ones of Megatron's config
+) -> dict[str, Any]:
+    """Trains eager and graphed under the release's hybrid scheduler, and compares every step's bits."""
+    tensor_parallel = start()
+    config = {
+        "calculate_per_token_loss": True,
+        "hybrid_context_parallel": True,
+        "max_seqlen_per_dp_cp_rank": TOKENS,
+        "tensor_model_parallel_size": tensor_parallel,
+        **options,
+    }
+    make = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
+    documents = documents_of(lengths)
+    is_whole = tensor_parallel == 1
+    expected = alone(make().chunk, [each for own in documents[0] for each in own] if is_whole else [])
+    dealt: list[_Steps] = []  # one of each run
+
+    def with_steps() -> Trainer:
+        trainer = make()
+        dealt.append(_Steps(documents, trainer.chunk.config))
+        return trainer
+
+    def schedule(model: Any, _micros: Any, count: int, _device: Any, **given: Any) -> list[Tensor]:
+        return [loss["losses"] for loss in rig.run_schedule(model, _forward_step, dealt[-1], count, **given)]
+
+    capacity = {"capacities": (), "max_seqlen_per_dp_cp_rank": TOKENS, "cuda_graph_max_packed_seqs": (1,)}
+    given = {"cp_sizes": cp_sizes, **(capacity if plugin is None else plugin)}
+    evaluate_at = (1, 2)  # takes the second and the fourth of the steps
+    with mock.patch.object(rig, "schedule", schedule):
+        micros = [range(1)] * (len(lengths) - len(evaluate_at))  # the scheduler has its own
+        run = rig.compare_runs(micros, with_steps, given, evaluate_at=evaluate_at)
+    off = how_far(run.steps[0].grads, expected) if is_whole else 0.0
+    return {"report": run.report, "sizes": dealt[-1].sizes, "off": off}
+
+
+def groups(*, is_hybrid: bool) -> dict[int, bool]:
+    """By size, whether a group of `context_groups()` is the release's; each is used once."""
+    if is_hybrid:
+        start()
+    found = megagraph.context_groups((1, 2, 4))
+    found.warm_up(device())
+    ask = parallel_state.get_hybrid_data_context_parallel_groups
+    return {size: found.of_size(size) is ask(group_size=size) for size in (2, 4)}
+
+
+# -- what is asked of them ----------------------------------------------------------------------------
+
+
+def check(runs: list[dict[str, Any]], eager: frozenset[str] = frozenset({"WARMING_UP"})) -> None:
+    """Every rank replays all but the first steps, and is as far from one process as sums in another order."""
+    for run in runs:
+        report = run["report"]
+        assert report["failures"] == [] and set(report["eager"]) == eager
+        assert run["off"] <= BOUND
+        if eager == {"WARMING_UP"}:
+            training, evaluation = run["sizes"][:2]
+            assert report["eager"]["WARMING_UP"] == rig.LAYERS * (len(training) + len(evaluation))
+
+
+def sizes_of(runs: list[dict[str, Any]]) -> set[int]:
+    return {size for run in runs for of_step in run["sizes"] for size in of_step}
+
+
+def test_two_ranks(world2: World) -> None:
+    """Gradients are reduced in the last backward of each rank."""
+    capacities = tuple(Capacity(tokens=rows, num_seqs=1, max_seqlen=2 * rows) for rows in (16, 64))
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 4000}
+    runs = world2.run(train, lengths=ON_TWO, cp_sizes=(1, 2), ddp=ddp, plugin={"capacities": capacities})
+    check(runs)
+    assert all(run["report"]["graphs"] == rig.LAYERS * 3 * 2 * len(capacities) for run in runs)
+    assert sizes_of(runs) == {1, 2}
+    one, other = ([len(of_step) for of_step in run["sizes"]] for run in runs)
+    assert one != other
+
+
+def test_four_ranks(world4: World) -> None:
+    runs = world4.run(train, lengths=ON_FOUR, cp_sizes=(1, 2, 4))
+    check(runs)
+    assert sizes_of(runs) == {1, 2, 4}
+    for step in range(len(ON_FOUR)):
+        assert len({len(run["sizes"][step]) for run in runs}) > 1
+
+
+def test_beside_tensor_parallelism(world4: World) -> None:
+    """Half of the ranks get no data from the scheduler."""
+    one, other = [[120, 8], [64]], [[40], [128, 8]]
+    parallel = {"tensor_parallel": 2, "sequence_parallel": True}
+    lengths = [one, other, other, one, one]
+    runs = world4.run(train, lengths=lengths, cp_sizes=(1, 2), **parallel)
+    check([run for run in runs if run["sizes"]])
+    assert [bool(run["sizes"]) for run in runs] == [True, False] * 2
+    assert sizes_of(runs) == {1, 2}
+    assert [run["report"]["replays"] for run in runs[::2]] == [run["report"]["replays"] for run in runs[1::2]]
+
+
+def test_a_size_that_the_plugin_was_not_told_of(world2: World) -> None:
+    runs = world2.run(train, lengths=ON_TWO, cp_sizes=(1,))
+    check(runs, frozenset({"WARMING_UP", "CP_SIZE_NOT_CAPTURED"}))
+    for run in runs:
+        shared = sum(size == 2 for of_step in run["sizes"] for size in of_step)
+        assert run["report"]["eager"]["CP_SIZE_NOT_CAPTURED"] == rig.LAYERS * shared
+
+
+def test_groups_are_those_of_the_release_while_they_last(world4: World) -> None:
+    assert world4.run(groups, is_hybrid=True) == [{2: True, 4: True}] * 4
+    # The release keeps the group of two ranks beyond the end of its world.
+    assert world4.run(groups, is_hybrid=False) == [{2: False, 4: True}] * 4
+
+
+def test_a_model_is_refused_where_the_plugin_knows_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(rig.OPTIONS)
+    monkeypatch.setattr(trainer.chunk.config, "hybrid_context_parallel", True)
+    assert rig.refused(trainer.chunk, trainer.model) == (
+        "hybrid context parallelism (hybrid_context_parallel=True) without cp_sizes is not supported yet"
+    )
+    assert refusal_of(trainer.chunk, trainer.model, options=GraphConfig(cp_sizes=(1, 2))) is None
+
+
+# -- a document that is described as no pack ---------------------------------------------------------
+
+
+def described(**changes: Any) -> Any:
+    ends = torch.tensor([0, 24])
+    return rig.packed(ends, ends.clone(), **{"qkv_format": "sbhd", "local_cp_size": 1, **changes})
+
+
+def test_a_document_becomes_a_pack_of_one() -> None:
+    pack = as_pack(described(), torch.zeros(1, 24, dtype=torch.int64), None)
+    assert pack.qkv_format == "thd" and pack.max_seqlen_q == pack.max_seqlen_kv == 24
+    assert pack.cu_seqlens_q is pack.cu_seqlens_kv and pack.cu_seqlens_q_padded is None
+    assert pack.cu_seqlens_q.dtype == torch.int32 and pack.cu_seqlens_q.tolist() == [0, 24]
+    assert pack.local_cp_size == 1 and pack.cp_group is None
+    assert as_pack(described(), None, torch.zeros(24, 1, 8)).cu_seqlens_q.tolist() == [0, 24]
+
+
+@pytest.mark.parametrize("change", [{"qkv_format": "thd"}, {"local_cp_size": None}])
+def test_packs_and_what_names_no_ranks_stay(change: dict[str, Any]) -> None:
+    given = described(**change)
+    assert as_pack(given, torch.zeros(1, 24), None) is given
+    assert as_pack(None, torch.zeros(1, 24), None) is None
+
+
+@pytest.mark.parametrize(
+    "change, batch", [({}, 2), ({"cu_seqlens_q": None}, 1), ({"cu_seqlens_q": torch.tensor([0, 8, 24])}, 1)]
+)
+def test_several_documents_are_an_error(change: dict[str, Any], batch: int) -> None:
+    with pytest.raises(ValueError, match="expected a pack"):
+        as_pack(described(**change), torch.zeros(batch, 24), None)
