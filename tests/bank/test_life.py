@@ -23,16 +23,9 @@ ALLOWED = {(WARM_UP, CAPTURING), (CAPTURING, SEALED), (SEALED, CAPTURING)}
 PATHS = {WARM_UP: [], CAPTURING: [CAPTURING], SEALED: [CAPTURING, SEALED], RELEASED: [RELEASED]}
 
 
-def bank_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
-    return _C.GraphBank(
-        torch.device("cpu"),
-        num_sites,
-        num_slots=num_slots,
-        pools=[],
-        facing=[],
-        poison=True,
-        run_eager_alike=None,
-    )
+def bank_of(sites: int = 1) -> _C.GraphBank:
+    kwargs = {"num_slots": 1, "pools": [], "facing": [], "poison": True, "run_eager_alike": None}
+    return _C.GraphBank(torch.device("cpu"), sites, **kwargs)
 
 
 @pytest.mark.parametrize("start", list(PATHS), ids=lambda state: state.name)

@@ -40,7 +40,8 @@ def dispatcher(
     made.set_capacities(bank)
     watch = _C.ModuleWatch(list, list, ())
     watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool))
-    core = _C.GraphBank(torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, run_eager_alike=asks)
+    kwargs = {"num_slots": 1, "pools": [], "facing": [], "poison": False}
+    core = _C.GraphBank(torch.device("cpu"), 1, **kwargs, run_eager_alike=asks)
     for state in (_C.BankState.CAPTURING, _C.BankState.SEALED):
         core.become(state)
     made.use(core, {}, eager, watch)
