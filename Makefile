@@ -7,6 +7,7 @@
 #   VENV_FLAGS  e.g. --system-site-packages with TORCH=torch: use the machine's own torch
 #   MAX_JOBS    compiler processes (left out: ninja decides)
 #   MINORS      the minors of torch that `make matrix` builds and tests
+#   WHEELS      what `make wheels` builds: PYTHON:TORCH, with :cuda for a core with kernels
 #   LANES       what `make test` runs: tests, other (the other release) or both; both by default
 #   PYTEST_FLAGS  further arguments of pytest, in every lane
 #   MUTANTS     of `make mutants`: texts of the file or the test of a fault; all by default
@@ -21,6 +22,9 @@ MUTANTS ?=
 SOAK ?= --seconds 600 --seed $(shell date +%s)
 PYTEST_FLAGS ?=
 MINORS ?= 2.11 2.12 2.13 2.14 2.15
+
+# One with kernels if nvcc is there.
+WHEELS ?= $(MINORS:%=3.12:%) 3.10:2.11 3.11:2.11 3.13:2.11 $(if $(shell command -v nvcc $(CUDA_HOME)/bin/nvcc),3.12:2.11:cuda)
 
 # Two releases of megatron-core are tested: one installed, the other from an unpacked wheel.
 # 0.19.2 installs on Python 3.12 and newer only, but works unpacked on older ones.
@@ -42,10 +46,10 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready .venv-torch-%/core/.ready
-.PHONY: help build demo test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist wheels sanitize lint $(LINTS) format bench clean
 
 help:
-	@echo "make demo | test | gpu | sdist | matrix | lint | format | bench | sanitize | build | clean"
+	@echo "make demo | test | gpu | sdist | wheels | matrix | lint | format | bench | sanitize | build | clean"
 	@echo "make nightly | mutants | soak: what takes too long for every change; make sizes: how large the project is"
 
 # ---- environment: each stamp is one step ----
@@ -160,6 +164,10 @@ sanitize: $(VENV)/.built $(VENV)/.test
 # Builds a wheel from the sdist and runs it: compiles the whole core.
 sdist: $(VENV)/.torch
 	.ci/sdist $(BIN)/python
+
+# The wheels that people install, in dist/: each is built and run in environments of its own.
+wheels:
+	.ci/wheels $(WHEELS)
 
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks

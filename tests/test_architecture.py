@@ -181,6 +181,9 @@ def test_every_place_names_the_same_releases_of_torch() -> None:
     assert found(r"MIN_TORCH = \((\d+), (\d+)\)", "setup.py") == tuple(oldest.split("."))
     assert found(r"NEWEST_TESTED_TORCH = \((\d+), (\d+)\)", "setup.py") == tuple(newest.split("."))
     assert found(r"torch ([\d.]+) to ([\d.]+) ", "README.md") == (oldest, newest)
+    built = found(r"wheel: \[(.+)\]", ".github/workflows/wheels.yml")[0].replace('"', "").split(", ")
+    others = found(r"WHEELS \?= \S+ ((?:\S+:2\.11 )+)", "Makefile")[0].split()
+    assert built == [*(f"3.12:{minor}" for minor in minors), *others]
 
 
 # -- lists of .ci ------------------------------------------------------------------------------------
