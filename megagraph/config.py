@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every option of the plugin, and the only reader of MEGAGRAPH_* variables.
 
-Names are Megatron's where Megatron has one. Changes nothing by itself.
+Names are Megatron's where Megatron has one. Changes nothing by itself. No library reads the options: neither
+msgspec nor pydantic takes `8,20` for a list, or names an option as it was spelled in a file or a variable.
 """
 
 import dataclasses
@@ -146,10 +147,31 @@ def graph_modules(value: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How to graph a model: docs/configuration.md says what each option means.
+    """How to graph a model.
 
     A value may be spelled as in TOML or in a variable: one number for a list, text for a path or a tail,
-    `"8192:20"` for a capacity. The attribute then has the type of its annotation.
+    `"8192:20"` for a capacity. The attribute then has the type of its annotation. `cuda_graph_scope` is taken
+    as `cuda_graph_modules`. docs/configuration.md says more.
+
+    Args:
+        mode: `graph`; `eager`: canonical packs without graphs, the reference of bits; `off`: no patches
+        cuda_graph_max_packed_seqs: documents a pack may hold, empty ones included; one capacity each
+        max_seqlen_per_dp_cp_rank: rows of a rank's share of a pack; goes with the key above
+        max_seqlen: tokens of the longest document, padding included; by default a whole pack
+        capacities: the capacities outright, in place of the three keys above
+        cp_sizes: context-parallel sizes that packs may declare
+        cuda_graph_warmup_steps: eager training steps before the capture; by default the model's own
+        cuda_graph_max_states: states of the layers with graphs at once; the longest unused go
+        cuda_graph_slots: micro-batches in flight at once; by default what the schedule needs
+        cuda_graph_modules: parts of layers to graph; empty: as the model's config says, else whole layers
+        cuda_graph_granularity: `layer`, or `chunk`: one graph for neighbouring whole layers
+        verify: compare graphs with eager before use; a number: again, for one of so many; `off`
+        tail: what canonical offsets say of the rows past a pack's end
+        progress: a progress bar on standard error while capturing, on a terminal
+        poison: fill freed slots with NaN, to find late readers; always on without a GPU
+        report: a JSON file, written at the end of the process or at `uninstall()`
+        log_interval: training steps between two lines of the log; 0 for none
+        cuda_graph_nvtx: names each replay (site, variant, slot) for torch's profiler and NVTX
 
     Raises:
         ValueError: for a value of the wrong kind or out of range, naming the option, what was expected
@@ -164,7 +186,7 @@ class GraphConfig:
     max_seqlen: Annotated[int | None, _integer] = None
     capacities: Annotated[tuple[Capacity, ...], _capacities] = ()
     cp_sizes: Annotated[tuple[int, ...], partial(_list, parse=_integer)] = ()
-    cuda_graph_warmup_steps: Annotated[int, _integer] = 3
+    cuda_graph_warmup_steps: Annotated[int | None, _integer] = None
     cuda_graph_max_states: Annotated[int, _integer] = 8
     cuda_graph_slots: Annotated[int | None, partial(_integer, at_most=64)] = None
     cuda_graph_modules: Annotated[tuple[str, ...], graph_modules] = ()
@@ -176,8 +198,16 @@ class GraphConfig:
     report: Annotated[Path | None, _path] = None
     log_interval: Annotated[int, partial(_integer, at_least=0)] = 100
     cuda_graph_nvtx: Annotated[bool, _boolean] = False
+    cuda_graph_scope: dataclasses.InitVar[Any] = None  # an older name of the modules
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cuda_graph_scope: Any) -> None:
+        if cuda_graph_scope is not None:
+            if self.cuda_graph_modules:
+                raise ValueError("cuda_graph_modules and cuda_graph_scope: expected one of them, got both")
+            try:
+                object.__setattr__(self, "cuda_graph_modules", graph_modules(cuda_graph_scope))
+            except ValueError as error:
+                raise ValueError(f"cuda_graph_scope: {error}") from error
         for option in dataclasses.fields(self):
             (_type, parse), value = get_args(option.type), getattr(self, option.name)
             if value is None and option.default is None:
@@ -233,21 +263,14 @@ class GraphConfig:
     ) -> "GraphConfig":
         """Builds a config from named values, as TOML or the environment spell them; they go before `base`.
 
-        `cuda_graph_scope` is taken as `cuda_graph_modules`. Errors name the source, and options as it spells
-        them.
+        Errors name the source, and options as it spells them.
 
         Raises:
             ValueError: for an unknown key or a value of the wrong kind, naming both and the source.
         """
-        values, spelled = dict(values), {name: spell(name) for name in values}
-        if "cuda_graph_scope" in values:
-            if "cuda_graph_modules" in values:
-                both = " or ".join(map(spell, ("cuda_graph_modules", "cuda_graph_scope")))
-                raise ValueError(f"{source}: expected {both}, got both")
-            values["cuda_graph_modules"] = values.pop("cuda_graph_scope")
-            spelled["cuda_graph_modules"] = spelled.pop("cuda_graph_scope")
+        spelled = {name: spell(name) for name in values}
         known = sorted(field.name for field in dataclasses.fields(cls))
-        if unknown := [spelled[key] for key in values if key not in known]:
+        if unknown := [spelled[key] for key in values if key not in (*known, "cuda_graph_scope")]:
             choices = ", ".join(map(spell, known))
             raise ValueError(f"{source}: unknown option {unknown[0]!r}; choose from {choices}")
         # One way of naming capacities takes the place of the other.
@@ -255,6 +278,8 @@ class GraphConfig:
             values = {**dict.fromkeys(_SHORT_FORM), "cuda_graph_max_packed_seqs": (), **values}
         elif any(key in values for key in _SHORT_FORM):
             values = {"capacities": (), **values}
+        if "cuda_graph_scope" in values:
+            values = {"cuda_graph_modules": (), **values}
         try:
             return dataclasses.replace(cls() if base is None else base, **values)
         except ValueError as error:

@@ -121,9 +121,17 @@ def test_the_older_name_of_modules_is_taken_from_both_sources_not_beside_the_oth
     with pytest.raises(ValueError, match=r"^environment: MEGAGRAPH_CUDA_GRAPH_SCOPE: expected none .*'x'"):
         GraphConfig.from_env(variables(cuda_graph_scope="x"))
     environ = variables(cuda_graph_scope="mlp", cuda_graph_modules="mlp")
-    both = "MEGAGRAPH_CUDA_GRAPH_MODULES or MEGAGRAPH_CUDA_GRAPH_SCOPE"
-    with pytest.raises(ValueError, match=f"environment: expected {both}, got both"):
+    both = "MEGAGRAPH_CUDA_GRAPH_MODULES and MEGAGRAPH_CUDA_GRAPH_SCOPE"
+    with pytest.raises(ValueError, match=f"^environment: {both}: expected one of them, got both"):
         GraphConfig.from_env(environ)
+
+
+def test_the_older_name_of_the_modules_is_taken_in_python_and_takes_the_place_of_a_base() -> None:
+    """It was a TypeError: files and variables alone had it."""
+    config = GraphConfig(cuda_graph_scope="attn,mlp", mode="eager")
+    assert config.cuda_graph_modules == ("attn", "mlp")
+    assert dataclasses.replace(config, mode="off").cuda_graph_modules == ("attn", "mlp")
+    assert GraphConfig.from_env(variables(cuda_graph_scope="moe"), config).cuda_graph_modules == ("moe",)
 
 
 # -- errors --------------------------------------------------------------------------------------

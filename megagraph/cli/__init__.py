@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `megagraph demo | run | report`."""
+"""The command line."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import megagraph
-from megagraph.cli import demo, run
+from megagraph.cli import demo, options, run
 from megagraph.cli.ends import ExitCode, end, ended_by, sentence
 
 __all__ = ["main"]
@@ -27,23 +27,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megagraph {megagraph.__version__}")
     # Not required: argparse would say so of a mistyped option before it, too.
-    commands = parser.add_subparsers(dest="command", metavar="demo | run | report")
+    commands = parser.add_subparsers(dest="command")
     demo.add_parser(commands)
     run.add_parsers(commands)
+    options.add_parser(commands)
+    commands.metavar = " | ".join(commands.choices)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. What a user's script raises under `run` is raised."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    command = options.command
+    given = parser.parse_args(arguments)
+    command = given.command
     if command is None:
-        parser.error("expected a command: demo | run | report")
+        parser.error("expected a command")
     try:
         try:
             # All that can be wrong with the input is found here; what comes later keeps its traceback.
-            work: Callable[[], int] = options.prepare(options)
+            work: Callable[[], int] = given.prepare(given)
         except (ValueError, OSError) as error:
             return end(command, sentence(error), ExitCode.BAD_INPUT)
         if command != "run":

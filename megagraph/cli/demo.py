@@ -197,7 +197,7 @@ def _run(
     if not agreement.bitwise_equal:
         return ExitCode.BITS_DIFFER
     if report["replays"] == 0:
-        why = _why_nothing_replayed(report, config, agreement.steps)
+        why = _why_nothing_replayed(report, options.warmup_steps, agreement.steps)
         console.print(f"Nothing was replayed: {why}", style="bold red", markup=False)
         return ExitCode.NOTHING_REPLAYED
     console.print(f"bit-equal: every loss and every parameter's gradient, {agreement.steps} steps")
@@ -221,9 +221,8 @@ def _show(
             every_rank.print(f"  {difference}", markup=False)
 
 
-def _why_nothing_replayed(report: dict[str, Any], config: GraphConfig, steps: int) -> str:
+def _why_nothing_replayed(report: dict[str, Any], warm_up: int, steps: int) -> str:
     """What kept most calls eager, and what to change."""
-    warm_up = config.cuda_graph_warmup_steps
     if steps <= warm_up:
         return f"the run ended in its warm-up. Give more --steps ({steps}) than --warmup-steps ({warm_up})."
     counts = {reason: count for reason, count in report["eager"].items() if reason != "WARMING_UP"}

@@ -17,6 +17,7 @@ from typing import Any
 
 import megagraph
 from megagraph.cli.ends import Screen, write_json
+from megagraph.cli.options import add_config_options, config_of
 from megagraph.cli.verdict import verdict
 from megagraph.config import GraphConfig
 from megagraph.log import rank
@@ -38,10 +39,10 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "run",
         help="run a training script with the plugin installed",
-        description="Options come from --config, and MEGAGRAPH_* variables go before it "
+        description="Options come from --config; MEGAGRAPH_* variables go before it, and --set before both "
         "(docs/configuration.md). Under torchrun: torchrun ... -m megagraph run SCRIPT.",
     )
-    parser.add_argument("--config", type=Path, help="TOML file with a table [megagraph]")
+    add_config_options(parser)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output"
     )
@@ -72,15 +73,12 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
 def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
     if not options.script.is_file():
         raise ValueError(f"expected a script, {options.script} is no file")
-    base = None
-    if options.config is not None:
-        if not options.config.is_file():
-            raise ValueError(f"--config: expected a TOML file, {options.config} is no file")
-        base = GraphConfig.from_toml(options.config)
-    config = GraphConfig.from_env(base=base)
+    config = config_of(options)
     if config.mode != "off":  # which writes none
         if options.json is not None:
             written, config = "--json", dataclasses.replace(config, report=options.json)
+        elif any(it.partition("=")[0] == "report" for it in options.set):
+            written = "--set: report"
         elif os.environ.get("MEGAGRAPH_REPORT"):
             written = "environment: MEGAGRAPH_REPORT"
         else:

@@ -19,8 +19,8 @@ from megagraph.megatron.patch.installation import installed_plugin
 Refused = Callable[..., str]
 # What is typed, and how the sentence begins behind `megagraph COMMAND: `. {big} is 2**31.
 COMMAND_LINES = """
- -> expected a command: demo | run | report
-train -> argument demo | run | report: invalid choice: 'train'
+ -> expected a command; see megagraph --help
+train -> argument demo | run
 --versoin -> unrecognized arguments: --versoin
 demo --layres 2 -> unrecognized arguments: --layres 2
 demo extra -> unrecognized arguments: extra
@@ -60,6 +60,16 @@ run -> the following arguments are required: script
 run gone.py -> expected a script, gone.py is no file
 run --config gone.toml script.py -> --config: expected a TOML file, gone.toml is no file
 run --config bytes script.py -> bytes: expected TOML, 'utf-8' codec can't decode byte 0xff
+run --config text.txt script.py -> text.txt: expected TOML,
+run --config empty.jsonl script.py -> empty.jsonl: expected a table [megagraph], found none
+run --set mode script.py -> --set: expected KEY=VALUE, got 'mode'
+run --set moed=eager script.py -> --set: unknown option 'moed'; choose from capacities,
+run --set mode=fast script.py -> --set: mode: expected one of graph, eager, off, got 'fast'
+run --set mode= script.py -> --set: mode: expected one of graph, eager, off, got ''
+run --set report=folder script.py -> --set: report: expected a file, folder is a folder
+run --set cuda_graph_scope=mlp --set cuda_graph_modules=mlp script.py -> --set: cuda_graph_modules and
+config --schema --markdown -> argument --markdown: not allowed with argument --schema
+config script.py -> unrecognized arguments: script.py
 report -> the following arguments are required: file
 report gone.json -> expected the file of a report, gone.json is no file
 report folder -> expected the file of a report, folder is no file
@@ -85,6 +95,10 @@ report = "folder" -> report: expected a file, folder is a folder
 """
 PYTHON = """
 GraphConfig(max_seqlen_per_dp_cp_rank=10**30, cuda_graph_max_packed_seqs=8) -> max_seqlen_per_dp_cp_rank:
+GraphConfig(cuda_graph_scope="lm_head") -> cuda_graph_scope: expected none (whole layers), or of attn,
+GraphConfig(cuda_graph_scope="mlp", cuda_graph_modules="mlp") -> cuda_graph_modules and
+GraphConfig(cuda_graph_slots=10**6) -> cuda_graph_slots: expected at most 64, got 1000000
+GraphConfig.from_toml("bytes") -> bytes: expected TOML,
 install({{"mode": "eager"}}) -> install(): expected megagraph.GraphConfig(...), the path of a TOML
 install(GraphConfig(report="folder")) -> report: expected a file, folder is a folder
 install("text.txt") -> text.txt: expected TOML,

@@ -48,13 +48,20 @@ CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PAC
 
 @pytest.mark.megatron
 @pytest.mark.parametrize(
-    ("has_file", "variables", "expected"),
+    ("has_file", "variables", "given", "expected"),
     [
-        (True, {}, {"mode": "graph", "warmup": 1, "poison": False, "capacities": [[64, 6]]}),
+        (True, {}, (), {"mode": "graph", "warmup": 1, "poison": False, "capacities": [[64, 6]]}),
         # Variables go before the file, and leave its other options.
-        (True, CHANGED, {"mode": "graph", "warmup": 5, "poison": True, "capacities": [[64, 3], [64, 9]]}),
-        (False, {"MODE": "eager"}, {"mode": "eager", "warmup": 3, "poison": False, "capacities": []}),
-        (False, {"MODE": "off"}, None),
+        (True, CHANGED, (), {"mode": "graph", "warmup": 5, "poison": True, "capacities": [[64, 3], [64, 9]]}),
+        # And --set before both.
+        (
+            True,
+            CHANGED,
+            ("--set", "mode=eager", "--set", "capacities=8:2,32:4", "--set", "cuda_graph_warmup_steps=2"),
+            {"mode": "eager", "warmup": 2, "poison": True, "capacities": [[8, 2], [32, 4]]},
+        ),
+        (False, {"MODE": "eager"}, (), {"mode": "eager", "warmup": None, "poison": False, "capacities": []}),
+        (False, {"MODE": "off"}, (), None),
     ],
 )
 def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_after_it(
@@ -62,12 +69,13 @@ def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_a
     monkeypatch: MonkeyPatch,
     has_file: bool,
     variables: dict[str, str],
+    given: tuple[str, ...],
     expected: dict[str, Any] | None,
 ) -> None:
     path = files.script(WITNESS)
     for name, value in variables.items():
         monkeypatch.setenv(f"MEGAGRAPH_{name}", value)
-    assert run(*(("--config", files.toml()) if has_file else ()), path) == 0
+    assert run(*(("--config", files.toml()) if has_file else ()), *given, path) == 0
     assert seen(path)["config"] == expected
     assert installed_plugin() is None
 

@@ -2,6 +2,7 @@
 """Attention or MLP of dense layers in graphs and the other eager: the bits of eager, and what is counted."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,13 +116,20 @@ def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:
     ]
 
 
-def test_the_models_own_config_names_scopes(install: rig.Install) -> None:
+def test_the_models_own_config_names_scopes_and_steps_of_warm_up_where_ours_does_not(
+    install: rig.Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of warm-up that it named were passed over."""
+    caplog.set_level(logging.INFO, logger="megagraph")
     has_modules = hasattr(TransformerConfig, "cuda_graph_modules")  # cuda_graph_scope before
     option = "cuda_graph_modules" if has_modules else "cuda_graph_scope"
-    install()
-    trainer = Trainer(rig.OPTIONS, config={option: ["attn"]})
+    install(cuda_graph_warmup_steps=None)
+    trainer = Trainer(rig.OPTIONS, config={option: ["attn"], "cuda_graph_warmup_steps": 2})
     rig.step(trainer, [rig.ONE, rig.TWO], times=3)
-    assert rig.report_of(trainer)["replays"] == 2 * 2 * rig.LAYERS
+    assert rig.report_of(trainer)["replays"] == 2 * rig.LAYERS
+    said = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert f"graphs attn of each layer, as {option} in the model's config says" in said
+    assert "2 steps of warm-up, as cuda_graph_warmup_steps in the model's config says" in said
     megagraph.uninstall()
     install(cuda_graph_modules="mlp")
     trainer = Trainer(rig.OPTIONS, config={option: ["attn"]})

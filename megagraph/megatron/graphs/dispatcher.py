@@ -23,6 +23,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, VariantKey, capacities_for, needs_of
 from megagraph.log import log
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
+from megagraph.megatron.graphs.refusals import warm_up_of
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import TailConvention
@@ -49,6 +50,7 @@ class Dispatcher(_C.Dispatcher):
         masks_tail, pads_at_entry = has_experts(model_config), peers.tensor.shards_sequence
         # Whether ranks of other packs run as many rows in each micro-batch.
         self.needs_equal_rows = need_equal_rows(model_config)
+        self.warm_up_steps = warm_up_of(model_config, config.cuda_graph_warmup_steps)
         super().__init__(
             extra_seqs=config.tail.extra_seqs,
             depends_on_longest=tables.depend_on_max_seqlen,
@@ -63,7 +65,7 @@ class Dispatcher(_C.Dispatcher):
             cp_size=context.size,
             ranks=peers.size,
             run_alike=not peers.run_other_packs,
-            warm_up_steps=config.cuda_graph_warmup_steps,
+            warm_up_steps=self.warm_up_steps,
         )
         # Whether every micro-batch has a padding mask, which its ranks share with the rows.
         self.masks_at_entry = masks_tail and pads_at_entry

@@ -78,6 +78,7 @@ class GraphedModel:
                 "gradients of their weights later"
             )
         shared = {name: value for name, value in vars(config).items() if name not in _OF_A_RANK}
+        shared["cuda_graph_warmup_steps"] = self.dispatcher.warm_up_steps
         # Of capacities.
         self._learners = _ranks_of_experts(model) if self.dispatcher.needs_equal_rows else self.peers
         for ranks in (self.peers, self._learners):

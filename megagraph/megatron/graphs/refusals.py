@@ -12,6 +12,7 @@ from torch import nn
 
 from megagraph.config import GraphConfig, graph_modules
 from megagraph.decide.reasons import EagerReason, Why
+from megagraph.log import log
 from megagraph.megatron.graphs.entry import Doors
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.context import unsupported_sharing
@@ -30,7 +31,7 @@ from megagraph.megatron.seams import (
     unfit,
 )
 
-__all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
+__all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of", "warm_up_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Refusal:
 
 
 _BY_DEFAULT = GraphConfig()
+_MEGATRONS_WARM_UP = 3  # by default
 
 # An attribute of a config, the value that is fine, and what any other but None is called.
 _Option = tuple[str, Any, str]
@@ -124,8 +126,19 @@ def scopes_of(model: Any, ours: Collection[str]) -> Collection[str]:
                 f"expected cuda_graph_modules in megagraph's GraphConfig or {option} in the model's config, "
                 f"got both: {', '.join(ours)} and {', '.join(theirs)}"
             )
-        ours = ours or theirs
+        if theirs and not ours:
+            ours = theirs
+            log.info("graphs %s of each layer, as %s in the model's config says", ", ".join(ours), option)
     return ours or legal_scopes(model.config, [*model.decoder.layers])
+
+
+def warm_up_of(config: Any, ours: int | None) -> int:
+    """Eager training steps before the capture: as the plugin is told, or as the model's own config says."""
+    option = "cuda_graph_warmup_steps"
+    theirs = int(getattr(config, option, _MEGATRONS_WARM_UP))
+    if ours is None and theirs != _MEGATRONS_WARM_UP:
+        log.info("%d steps of warm-up, as %s in the model's config says", max(theirs, 1), option)
+    return max(theirs, 1) if ours is None else ours
 
 
 def refusal_of(
