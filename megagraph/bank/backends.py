@@ -97,6 +97,10 @@ class Backend:
         """Device memory that all pools hold, and an equal share of what is shared with others."""
         return 0
 
+    def most_bytes(self, *, anew: bool) -> int:
+        """The most that was allocated since this was last asked `anew`, or is, if it is now."""
+        return 0
+
 
 class _Scratch:
     """A pool of a device for what is temporary in the passes of all that have several slots.
@@ -235,6 +239,11 @@ class CudaBackend(Backend):
             held[tuple(segment["segment_pool_id"])] += segment["total_size"]
         shared = 0 if self._scratch is None else held[self._scratch.hold.pool] // len(self._scratch.users)
         return shared + sum(held[pool] for pool in self._pools)
+
+    def most_bytes(self, *, anew: bool) -> int:
+        if anew:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
 
 
 def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:

@@ -165,6 +165,24 @@ class Bank(_C.GraphBank):
             self.become(_C.BankState.SEALED)
             self.capture_seconds += time.perf_counter() - start
 
+    def rehearse(self, variants: Iterable[VariantSpec]) -> tuple[int, int]:
+        """Warms variants up as `capture()` does, and captures nothing: sites that fail stay eager.
+
+        Returns the bytes that the pools would keep between passes, and the most that one site needed beside
+        them, which only a GPU's allocator counts.
+        """
+        self.rng.expect_streams()
+        kept = most = 0
+        for spec in variants:
+            variant = CapturedVariant(spec, self.num_slots)
+            before = self.backend.most_bytes(anew=True)
+            with spec.context():
+                plan = self._warm_up(variant)
+            of_sites = [*(() if plan is None else plan.kept_bytes.values())]
+            kept = max(kept, sum(of_sites))
+            most = max(most, self.backend.most_bytes(anew=False) - before - max(of_sites, default=0))
+        return kept * self.num_slots, most
+
     def _plan(self, variant: CapturedVariant, slot: int) -> CapturePlan:
         backend, rng, options = self.backend, self.rng, self.options
         return CapturePlan(backend, rng, options, self.gaps, self.graphable(), variant, slot)
@@ -182,9 +200,16 @@ class Bank(_C.GraphBank):
             again()
         return None
 
-    def _warm_up(self, variant: CapturedVariant) -> None:
-        made = self._without_failing(lambda: self._plan(variant, 0).warm_up())
-        variant.saves, variant.reads = made or ({}, {})
+    def _warm_up(self, variant: CapturedVariant) -> CapturePlan | None:
+        """Returns the plan that went through; None once no site is left."""
+
+        def attempt() -> CapturePlan:
+            plan = self._plan(variant, 0)
+            variant.saves, variant.reads = plan.warm_up()
+            return plan
+
+        variant.saves, variant.reads = {}, {}
+        return self._without_failing(attempt)
 
     def _learn_memory(self, variant: CapturedVariant) -> None:
         """Captures a variant once, and drops it, to see what each pass allocates. Not of a single slot."""

@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.backends import Backend, PassMemories
-from megagraph.bank.restore import leaves_no_trace, main_grad_of
+from megagraph.bank.restore import leaves_no_trace, main_grad_of, written_by
 from megagraph.bank.rng import (
     HostStreams,
     RngSources,
@@ -80,6 +80,7 @@ class GroupGaveUp(RuntimeError):
 
 
 _PHASES = _FORWARD, _BACKWARD, _REST = "forward", "backward", "rest of the backward"
+_STEP = 512  # bytes, in which torch's allocator counts
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 
 
@@ -145,13 +146,13 @@ def _place(tensor: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _saved_places() -> Iterator[set[int]]:
-    """Notes where tensors lie that autograd saves inside."""
-    places: set[int] = set()
+def _saved_places() -> Iterator[dict[int, int]]:
+    """Notes where tensors lie that autograd saves inside, and how many bytes there are."""
+    places: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
-            places.add(_place(tensor))
+            places[_place(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # an output that is handed back to its own node would keep all before it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -191,6 +192,7 @@ class CapturePlan:
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
         self._saves: dict[int, Saves] = {}
         self._reads: dict[int, _C.ReadTrace] = {}
+        self.kept_bytes: dict[int, int] = {}  # of each site from its forward to its backward
         self.notes: dict[int, _C.PoolNote | None] = {}
         self._trace: _C.OpTrace | None = None
 
@@ -324,6 +326,7 @@ class CapturePlan:
             with _saved_places() as saved:
                 outputs = as_tuple(site.call(given, **self._arguments))
             self._saves[index] = _place(given) in saved, [_place(output) in saved for output in outputs]
+            self.kept_bytes[index] = self._kept_bytes(site, saved, given, outputs)
             self._refuse_borrowed(index)
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
@@ -346,6 +349,16 @@ class CapturePlan:
             if outputs[0].shape[:1] != x.shape[:1]:
                 raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(outputs[0].shape)}")
         return outputs
+
+    def _kept_bytes(
+        self, site: SiteSpec, saved: Mapping[int, int], given: Tensor, outputs: Sequence[Tensor]
+    ) -> int:
+        """What a graph's pool would keep for the backward, and the outputs, in the allocator's steps."""
+        kept = {**saved, **{_place(output): output.untyped_storage().nbytes() for output in outputs}}
+        others = [given, *site.parameters(), *written_by(site).values(), *_C.tensors_in(self._arguments)]
+        for other in others:
+            kept.pop(_place(other), None)
+        return sum(-(-size // _STEP) * _STEP for size in kept.values())
 
     def _refuse_borrowed(self, index: int) -> None:
         """Refuses a parameter that no module of a site has, such as one behind a closure or in a list.

@@ -195,7 +195,7 @@ def _run(
         if code := write_json("demo", options.json, [report], **more):
             return code
     if not agreement.bitwise_equal:
-        return ExitCode.BITS_DIFFER
+        return ExitCode.WRONG
     if report["replays"] == 0:
         why = _why_nothing_replayed(report, options.warmup_steps, agreement.steps)
         console.print(f"Nothing was replayed: {why}", style="bold red", markup=False)

@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     """The exit codes of `megagraph`; under `megagraph run`, the script's own come first."""
 
     FINE = 0
-    BITS_DIFFER = 1
+    WRONG = 1  # bits differ, or something does not fit
     BAD_INPUT = 2  # argparse's own as well
     NOTHING_REPLAYED = 3
     CRASHED = 70  # EX_SOFTWARE of sysexits.h: Python's own 1 would read as bits that differ

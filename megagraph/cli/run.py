@@ -6,10 +6,7 @@
 
 import argparse
 import dataclasses
-import logging
 import os
-import runpy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +14,8 @@ from typing import Any
 
 import megagraph
 from megagraph.cli.ends import Screen, write_json
-from megagraph.cli.options import add_config_options, config_of
+from megagraph.cli.options import config_of
+from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
 from megagraph.cli.verdict import verdict
 from megagraph.config import GraphConfig
 from megagraph.log import rank
@@ -42,12 +40,10 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
         description="Options come from --config; MEGAGRAPH_* variables go before it, and --set before both "
         "(docs/configuration.md). Under torchrun: torchrun ... -m megagraph run SCRIPT.",
     )
-    add_config_options(parser)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output"
     )
-    parser.add_argument("script", type=Path, help="the script, run as __main__")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    add_script(parser)
     parser.set_defaults(prepare=_prepare_run)
 
     parser = commands.add_parser("report", help="show the report that a run left")
@@ -71,8 +67,7 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
-    if not options.script.is_file():
-        raise ValueError(f"expected a script, {options.script} is no file")
+    check_script(options)
     config = config_of(options)
     if config.mode != "off":  # which writes none
         if options.json is not None:
@@ -84,20 +79,15 @@ def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
         else:
             written = f"{options.config}: report"
         check_target(written, config.report)
-    return partial(_run, options.script, options.arguments, config)
+    return partial(_run, options, config)
 
 
-def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
-    _log_to_stderr()
+def _run(options: argparse.Namespace, config: GraphConfig) -> int:
+    log_to_stderr()
     megagraph.install(config)
-    outer = sys.argv, sys.path[:]
-    sys.argv = [str(script), *arguments]
-    # Before what is there, which processes that the script starts may need to find this package.
-    sys.path.insert(0, str(script.resolve().parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        run_script(options)
     finally:
-        sys.argv, sys.path[:] = outer
         is_there, reports = installed_plugin() is not None, megagraph.reports()
         if reports and rank() == 0:
             Screen(stderr=True).print(report_table(reports))
@@ -107,17 +97,6 @@ def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
             said = verdict(reports) if is_there else f"nothing is known: {why}"
             Screen(stderr=True).print(f"megagraph: {said}", markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-def _log_to_stderr() -> None:
-    """Shows the plugin's own messages, unless the application has set logging up itself."""
-    logger = logging.getLogger("megagraph")
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("megagraph: %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False  # the script may set the root's handlers later
-        logger.setLevel(logging.INFO)
 
 
 def _prepare_report(options: argparse.Namespace) -> Callable[[], int]:

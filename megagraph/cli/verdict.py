@@ -7,7 +7,7 @@ from typing import Any
 
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["REMEDIES", "verdict"]
+__all__ = ["REMEDIES", "remedy_of", "verdict"]
 
 # How each reason's section of docs/reasons.md begins.
 REMEDIES: Mapping[EagerReason, str] = {
@@ -66,7 +66,7 @@ def verdict(reports: Sequence[Mapping[str, Any]]) -> str:
     if not others and replays:
         return f"{begins}; the rest warmed up" if eager else begins
     ((reason, count),) = (others or eager).most_common(1)
-    what = f"{_percent(count, calls)} eager, {reason}: {_remedy(reason, reports)}"
+    what = f"{_percent(count, calls)} eager, {reason}: {remedy_of(reason, reports)}"
     return f"{begins}{'; ' if replays else ': '}{what}"
 
 
@@ -75,7 +75,7 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part // whole} %" if 100 * part >= whole else "under 1 %"
 
 
-def _remedy(reason: str, reports: Sequence[Mapping[str, Any]]) -> str:
+def remedy_of(reason: str, reports: Sequence[Mapping[str, Any]]) -> str:
     """What to do, with the numbers that would have done, or what was found."""
     remedy = REMEDIES[EagerReason[reason]] if reason in EagerReason.__members__ else "see docs/reasons.md"
     models = [report for report in reports if reason in report["eager"]]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs megatron-core on the CPU, for the demo and the tests if there is no GPU.
+"""Runs megatron-core on the CPU, for the demo, the tests and `megagraph run --cpu` if there is no GPU.
 
-megatron-core names the CUDA device throughout; inside this context such names mean the CPU, its
-random numbers, streams and events included. Dense models, tensor parallelism, recompute, schedules and DDP
-work; the distributed optimizer does not. Makes no claim of speed.
+megatron-core and scripts name the CUDA device throughout; inside this context such names mean the CPU, its
+random numbers, streams and events included, and NCCL means gloo. Dense models, tensor parallelism, recompute,
+schedules and DDP work; the distributed optimizer does not. Makes no claim of speed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["megatron_on_cpu"]
 
@@ -22,7 +22,7 @@ _OF_TORCH = (
     *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "ones", "rand", "randint", "randn"),
     *("tensor", "triu", "zeros", "zeros_like"),
 )
-_OF_TENSORS = ("new_empty", "new_zeros", "to")
+_OF_TENSORS = ("new_empty", "new_zeros")
 
 
 class _HostStream:
@@ -41,17 +41,46 @@ class _HostStream:
     def synchronize(self) -> None: ...
 
 
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+
 def _cuda_means_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of torch for which `device="cuda..."` is the CPU."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
             kwargs.pop("pin_memory", None)  # for a copy to the device
         return function(*args, **kwargs)
 
     return on_cpu
+
+
+def _moved_to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`to()`, whose device may be named by its place."""
+    by_name = _cuda_means_cpu(function)
+
+    @functools.wraps(function)
+    def to(moved: Any, *args: Any, **kwargs: Any) -> Any:
+        return by_name(moved, *("cpu" if _is_cuda(it) else it for it in args), **kwargs)
+
+    return to
+
+
+def _nccl_means_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes a process group, of a backend by name or by default."""
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if isinstance(it, str) and "nccl" in it else it for it in args)
+        if "nccl" in str(kwargs.get("backend")):
+            kwargs["backend"] = "gloo"
+        kwargs.pop("device_id", None)
+        return function(*args, **kwargs)
+
+    return make
 
 
 @contextlib.contextmanager
@@ -66,6 +95,7 @@ def megatron_on_cpu() -> Iterator[None]:
         return torch.get_rng_state()
 
     replaced: Sequence[tuple[Any, str, Any]] = (
+        (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "current_stream", lambda *args: torch.cpu.current_stream()),
         (torch.cuda, "synchronize", lambda *args, **kwargs: None),
@@ -77,7 +107,11 @@ def megatron_on_cpu() -> Iterator[None]:
         (Tensor, "record_stream", lambda *args: None),
         (torch.cuda, "get_rng_state", rng_state),
         (torch.cuda.random, "get_rng_state", rng_state),
+        (Tensor, "to", _moved_to_cpu(Tensor.to)),
         (torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
+        (nn.Module, "to", _moved_to_cpu(nn.Module.to)),
+        (torch.distributed, "init_process_group", _nccl_means_gloo(torch.distributed.init_process_group)),
+        (torch.distributed, "new_group", _nccl_means_gloo(torch.distributed.new_group)),
         (torch.cuda, "manual_seed", torch.default_generator.manual_seed),
         (torch.cuda, "default_generators", {torch.device("cpu"): torch.default_generator}),
         # Megatron swaps streams of random numbers as soon as CUDA is there, which it never is.

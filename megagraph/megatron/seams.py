@@ -28,7 +28,7 @@ __all__ = [
     *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
     *("called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
     *("hybrid_seams", "is_engine_attention", "is_megatrons_rope", "is_replaced", "made_in"),
-    *("moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
+    *("misfits", "moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
     *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
     *("router_losses_count_ranks", "stand_in", "unfit"),
 ]
@@ -404,6 +404,12 @@ def _of_some_models() -> Sequence[Seam]:
     hybrid = hybrid_seams() or ()
     documents = (MIXER_DOCUMENTS,) if hybrid and not packs_say_documents() else ()
     return (*_OF_SOME_MODELS, *hybrid, *documents, *((ENGINE_ATTENTION,) if has_engine() else ()))
+
+
+def misfits() -> list[str]:
+    """What is wrong with seams in the installed release, or by what a host has put there."""
+    found = (seam.problem() for seam in (*_OF_ALL_MODELS, *_of_some_models()))
+    return [problem for problem in found if problem is not None]
 
 
 def unfit(model: nn.Module) -> str | None:

@@ -292,3 +292,21 @@ def test_a_layer_of_another_shape_or_dtype_is_named(device: str) -> None:
         assert failure.index == 1
         with pytest.raises(RuntimeError, match=expected):
             raise failure
+
+
+def test_a_rehearsal_finds_what_a_warm_up_would_counts_what_is_kept_and_leaves_no_trace(device: str) -> None:
+    troubled = Troubled(raises)
+    pair = pair_with(device, troubled, num_slots=2)
+    before, state = contents(pair), pair.bank.state
+    troubled.arm()
+    pair.bank.rehearse([variant(), variant("longer", rows=20)])
+    (failure,) = pair.bank.failures
+    assert (failure.site, failure.reason) == ("2.Troubled", EagerReason.CAPTURE_FAILED)
+    assert pair.bank.state == state and pair.bank.captured == {} and pair.bank.all_free()
+    assert_same_bits(contents(pair), before, "what the rehearsal left")
+
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    bank = Pair(device, layers, num_slots=2).bank
+    kept, beside = bank.rehearse([variant("short", rows=32), variant("long", rows=64)])
+    # Of each layer its output alone, in 4 bytes a number: it saves no other tensor of its own.
+    assert kept == 2 * 3 * 64 * WIDTH * 4 and (beside > 0) == (device != "cpu")

@@ -68,6 +68,19 @@ run --set mode=fast script.py -> --set: mode: expected one of graph, eager, off,
 run --set mode= script.py -> --set: mode: expected one of graph, eager, off, got ''
 run --set report=folder script.py -> --set: report: expected a file, folder is a folder
 run --set cuda_graph_scope=mlp --set cuda_graph_modules=mlp script.py -> --set: cuda_graph_modules and
+doctor gone.py -> expected a script, gone.py is no file
+doctor --report gone.json -> --report: expected the file of a report, gone.json is no file
+doctor --report list.json -> list.json: expected an object with a list 'models'
+doctor --report report.json script.py -> --report: expected this or a script, got both: script.py
+doctor --json script.py -> --json: expected a file for the JSON, got script.py; for none write --json -
+doctor --json folder -> --json: expected a file, folder is a folder
+doctor --set mode=fast -> --set: mode: expected one of graph, eager, off, got 'fast'
+doctor --config gone.toml script.py -> --config: expected a TOML file, gone.toml is no file
+doctor -m -> -m: expected a module
+doctor -m gone.module -> -m: expected a module, found none named gone.module
+run -m gone.module -> -m: expected a module, found none named gone.module
+run -m script.py/ -> -m: expected a module, found none named script.py/
+run -m -> the following arguments are required: script
 config --schema --markdown -> argument --markdown: not allowed with argument --schema
 config script.py -> unrecognized arguments: script.py
 report -> the following arguments are required: file

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 from run_scripts import TRAINING, WITNESS, Files
 
@@ -93,6 +94,53 @@ def test_modules_beside_the_script_precede_the_working_folder(files: Files, monk
     finally:
         sys.modules.pop("helper_of_a_script", None)
     assert path.with_suffix(".txt").read_text() == "beside the script"
+
+
+@pytest.mark.megatron
+def test_a_module_runs_as_pythons_own_option_has_it(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = files.folder / "a_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    path = package / "training.py"
+    path.write_text(WITNESS)
+    monkeypatch.chdir(files.folder)
+    argv, paths = sys.argv, list(sys.path)
+    try:
+        assert run("--set", "mode=eager", "-m", "a_package.training", "--lr", "3") == 0
+    finally:
+        sys.modules.pop("a_package", None)
+    found = seen(path)
+    assert found["argv"] == [str(path), "--lr", "3"] and found["config"]["mode"] == "eager"
+    assert found["name"] == "__main__" and found["main"]
+    assert sys.argv is argv and sys.path == paths and installed_plugin() is None
+
+
+NAMES_CUDA = """import torch
+torch.cuda.set_device(0)
+device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cuda:0"
+store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+assert torch.nn.Linear(2, 2).to(device)(torch.ones(2).to(device)).sum().cuda().numel() == 1
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(torch.cuda.is_available(), reason="--cpu is refused beside a GPU")
+def test_a_script_for_gpus_trains_on_the_cpu(files: Files) -> None:
+    """It ended with `Found no NVIDIA driver`, and the context that helps was ours alone."""
+    path = files.script(NAMES_CUDA + TRAINING.replace("megatron_on_cpu(), ", ""))
+    options = "--cpu", "--config", str(files.toml())
+    command = [sys.executable, "-W", "ignore", "-m", "megagraph", "run", *options, str(path), "5", "pass"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "80 % of layer calls replayed" in done.stderr, done.stderr
+
+
+def test_the_cpu_is_not_asked_for_beside_a_gpu(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert run("--cpu", files.script("raise AssertionError")) == 2
+    assert "--cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err
 
 
 # -- how it ends ---------------------------------------------------------------------------------

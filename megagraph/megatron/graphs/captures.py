@@ -59,6 +59,9 @@ class Captures:
         self._mla_tables = MlaTables()
         self.verifier = Verifier(config, peers)
         self.failures: list[str] = []  # what stays eager, in words
+        self.rehearsed: tuple[int, int] | None = (
+            None  # bytes that pools would keep, and one layer beside them
+        )
         self._last_holders = ""
         self._progress = capture_progress() if config.progress else None
         self.loops: dict[VariantKey, LayerLoop] = {}  # what replays each variant
@@ -122,13 +125,7 @@ class Captures:
 
         A failure of a layer is logged and leaves it eager.
         """
-        if self.watch.is_watching and self.layers.are_kept_out_otherwise():
-            self.reset()
-        if not self.watch.is_watching:
-            self._prepare()
-        self._peers.hold(self.layers.specs)
-        self._context.warm_up(self.device)
-        variants = [self._variant(key, row_shape, dtype, params_type) for key in keys]
+        variants = self._prepared(keys, row_shape, dtype, params_type)
         seconds = self.bank.capture_seconds
         try:
             self._capture_and_verify(variants)
@@ -148,6 +145,33 @@ class Captures:
         shapes = "; ".join(dict.fromkeys(str(key.capacity) for key in keys))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
+
+    def rehearse(
+        self,
+        keys: Sequence[VariantKey],
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        params_type: type[Any],
+    ) -> None:
+        """Finds out, without a graph, what `capture()` would leave eager, and what memory it would take."""
+        self.rehearsed = self.bank.rehearse(self._prepared(keys, row_shape, dtype, params_type))
+        self.failures += self.bank.take_failures()
+
+    def _prepared(
+        self,
+        keys: Sequence[VariantKey],
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        params_type: type[Any],
+    ) -> list[VariantSpec]:
+        """What is captured, once it is settled which layers stay eager."""
+        if self.watch.is_watching and self.layers.are_kept_out_otherwise():
+            self.reset()
+        if not self.watch.is_watching:
+            self._prepare()
+        self._peers.hold(self.layers.specs)
+        self._context.warm_up(self.device)
+        return [self._variant(key, row_shape, dtype, params_type) for key in keys]
 
     def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> None:
         """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined."""

@@ -88,6 +88,7 @@ class GraphedModel:
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
         self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
+        self.rehearses = False  # captures to come, for somebody who asks what they would be
         self._training_steps = 0
         self._last_counters: dict[str, int] = {}  # in the log
 
@@ -325,6 +326,9 @@ class GraphedModel:
         self.changes.make_room()
         variants = self.dispatcher.variants(kinds)
         params_type: Any = self.dispatcher.params_type or PACKED_SEQ_PARAMS.function()
+        if self.rehearses:
+            self.captures.rehearse(variants, *self._rows, params_type)
+            return
         self.captures.capture(variants, *self._rows, params_type)
         # Nor has a bank captured any whose place this one has just taken.
         self.changes.follow_capture(is_first=not due.captured)
