@@ -19,6 +19,7 @@ import sys
 import warnings
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     raise SystemExit(
@@ -233,6 +234,15 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
 
+class BuildPy(build_py):
+    """Adds what an interpreter reads at its start: megagraph_auto.py."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(str(ROOT / "megagraph_auto.pth"), self.build_lib)
+
+
 def minor(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
 
@@ -260,5 +270,5 @@ setuptools.setup(
     version=version,
     install_requires=[needed, "rich>=13", "tomli>=2; python_version < '3.11'"],
     ext_modules=[extension(NVCC)],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True), "build_py": BuildPy},
 )

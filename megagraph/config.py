@@ -30,9 +30,9 @@ _PREFIX = "MEGAGRAPH_"
 # Megatron's own names of scopes; `full` is an older spelling.
 UPSTREAM_MODULES = ("full_iteration", "full", *MODULES)
 _SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
-# Variables with our prefix that other parts of the project own: its build, tests and recorded results.
+# Variables with our prefix that are no options: a file of them, and what other parts of the project own.
 _NOT_OPTIONS = (
-    *("MEGAGRAPH_COMMIT", "MEGAGRAPH_CUDA", "MEGAGRAPH_WERROR"),
+    *("MEGAGRAPH_AUTO", "MEGAGRAPH_COMMIT", "MEGAGRAPH_CONFIG", "MEGAGRAPH_CUDA", "MEGAGRAPH_WERROR"),
     *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE"),
 )
 
@@ -169,7 +169,7 @@ class GraphConfig:
         tail: what canonical offsets say of the rows past a pack's end
         progress: a progress bar on standard error while capturing, on a terminal
         poison: fill freed slots with NaN, to find late readers; always on without a GPU
-        report: a JSON file, written at the end of the process or at `uninstall()`
+        report: a JSON file, written once an interval of the log, at the end and at `uninstall()`
         log_interval: training steps between two lines of the log; 0 for none
         cuda_graph_nvtx: names each replay (site, variant, slot) for torch's profiler and NVTX
 
@@ -302,7 +302,16 @@ class GraphConfig:
     def from_env(
         cls, environ: Mapping[str, str] = os.environ, base: "GraphConfig | None" = None
     ) -> "GraphConfig":
-        """Reads MEGAGRAPH_<OPTION IN CAPITALS>; what is set there, and not empty, goes before `base`."""
+        """Reads MEGAGRAPH_<OPTION IN CAPITALS>; what is set there, and not empty, goes before `base`.
+
+        Without a base, MEGAGRAPH_CONFIG may name its file.
+        """
+        if base is None and (path := environ.get(f"{_PREFIX}CONFIG")):
+            try:
+                base = cls.from_toml(path)
+            except OSError as error:
+                why = error.strerror or error
+                raise ValueError(f"environment: {_PREFIX}CONFIG: {path}: {why}") from error
         values = {
             name.removeprefix(_PREFIX).lower(): value
             for name, value in environ.items()

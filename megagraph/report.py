@@ -24,7 +24,15 @@ from megagraph.log import rank
 from megagraph.timeline import Lease
 
 __all__ = [
-    *("capture_progress", "check_target", "path_of_stage", "read_leases", "read_report"),
+    *(
+        "capture_progress",
+        "check_target",
+        "is_replaced_by",
+        "path_of_report",
+        "path_of_stage",
+        "read_leases",
+        "read_report",
+    ),
     *("STANDARD_OUTPUT", "report_table", "report_text", "scalars", "write_report"),
 ]
 
@@ -156,7 +164,8 @@ def check_target(option: str, path: Path | None) -> None:
     Raises:
         ValueError: naming the option, the path, and the folder that stands in the way.
     """
-    if path is None or rank() != 0 or _is_standard_output(path):
+    path = None if path is None else path_of_report(path)
+    if path is None or _is_standard_output(path):
         return
     if path.is_dir():
         raise ValueError(f"{option}: expected a file, {path} is a folder")
@@ -216,6 +225,23 @@ def _is_standard_output(path: Path) -> bool:
         return path == STANDARD_OUTPUT or os.path.samestat(path.stat(), os.fstat(1))
     except OSError:  # it is closed, or nothing is there
         return False
+
+
+def is_replaced_by(path: Path) -> bool:
+    """Whether `write_report()` puts a new file in the place of this path, and writes into nothing."""
+    return not _is_standard_output(path) and _file_behind(path) is not None
+
+
+def path_of_report(path: Path, stage: int = 0) -> Path | None:
+    """Where this process leaves its report; None if another one does that for it.
+
+    With its rank (`%r`) or process (`%p`) in the path each has its own; else rank 0 writes, and one rank of
+    each further stage.
+    """
+    own = Path(str(path).replace("%r", str(rank())).replace("%p", str(os.getpid())))
+    if own != path:
+        return own
+    return None if rank() != 0 and stage == 0 else path_of_stage(path, stage)
 
 
 def path_of_stage(path: Path, stage: int) -> Path:

@@ -113,6 +113,15 @@ def test_an_empty_variable_is_an_unset_one() -> None:
     assert GraphConfig.from_env(variables(mode="", capacities="", report=""), base) == base
 
 
+def test_a_variable_names_the_file_where_nothing_else_does(tmp_path: Path) -> None:
+    path = written("[megagraph]\nmode = 'off'\npoison = true", tmp_path)
+    environ = variables(config=str(path), mode="eager")
+    assert GraphConfig.from_env(environ) == GraphConfig(mode="eager", poison=True)
+    assert GraphConfig.from_env(environ, GraphConfig()) == GraphConfig(mode="eager")
+    with pytest.raises(ValueError, match=r"^environment: MEGAGRAPH_CONFIG: gone: No such file or directory"):
+        GraphConfig.from_env(variables(config="gone"))
+
+
 def test_the_older_name_of_modules_is_taken_from_both_sources_not_beside_the_other(tmp_path: Path) -> None:
     toml = written("[megagraph]\ncuda_graph_scope = 'attn'", tmp_path)
     assert GraphConfig.from_toml(toml) == GraphConfig(cuda_graph_modules=("attn",))

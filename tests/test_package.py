@@ -98,6 +98,7 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
     """
     pytest.importorskip("setuptools")
     folders = "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path
+    folders += "build_py", "--build-lib", tmp_path / "built"
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", *folders],
         cwd=ROOT,
@@ -107,6 +108,9 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    assert {"megagraph_auto.pth", "megagraph_auto.py"} <= {it.name for it in (tmp_path / "built").iterdir()}
+    points = (tmp_path / "megagraph.egg-info" / "entry_points.txt").read_text()
+    assert "[verl.plugins]\nmegagraph = megagraph_auto\n" in points
     (archive,) = tmp_path.glob("megagraph-0.1.0.tar.gz")
     with tarfile.open(archive) as file:
         info = file.extractfile("megagraph-0.1.0/PKG-INFO").read().decode()
@@ -114,7 +118,14 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     assert {Path(source).suffix for source in sources} == {".h", ".cuh", ".cpp", ".cu"}
     assert sources <= names
-    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "megagraph/py.typed"} <= names
+    assert {
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "setup.py",
+        "megagraph/py.typed",
+        "megagraph_auto.pth",
+    } <= names
     assert not [it for it in names if it.startswith("tests/") or it.endswith((".so", "_build_info.py"))]
     for line in (
         "License-Expression: Apache-2.0",

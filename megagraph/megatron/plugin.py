@@ -68,6 +68,8 @@ class Plugin:
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
         self.is_over = False  # released: what still calls a wrapper reaches what that wraps
+        self.training_steps = 0
+        self.leave_report: Callable[[], None] = lambda: None  # called once an interval of the log
         self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
         self._has_pipeline = False
         self._num_named: Counter[str] = Counter()  # models of each class so far
@@ -194,8 +196,8 @@ class Plugin:
                 ran = self._graphs_inside(models)
                 for graphs in ran:
                     graphs.after_step()
-                for graphs in () if kwargs.get("forward_only", False) else ran:
-                    graphs.after_training_step()
+                if not kwargs.get("forward_only", False):
+                    self._after_training_step(ran)
                 return result
             except BaseException:
                 for graphs in inside:
@@ -205,6 +207,14 @@ class Plugin:
                 self._step_models, self.step_graphs = outer
 
         return forward_backward
+
+    def _after_training_step(self, ran: Sequence[GraphedModel]) -> None:
+        for graphs in ran:
+            graphs.after_training_step()
+        self.training_steps += 1
+        interval = self.config.log_interval
+        if interval and self.training_steps % interval == 0:
+            self.leave_report()
 
     def before_groups_go(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps what destroys process groups: graphs that hold their collectives go first.

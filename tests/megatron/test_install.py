@@ -26,6 +26,7 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.report import read_report
 
 pytestmark = pytest.mark.both
 
@@ -107,7 +108,7 @@ def test_a_second_install_changes_nothing_and_is_refused_if_it_asks_for_somethin
     megagraph.install(rig.graph_config())
     megagraph.install()  # whatever is there
     message = (
-        r"other options \(mode is graph, not eager\): uninstall\(\) first, or under `megagraph run` leave"
+        r"other options \(mode is graph, not eager\): uninstall\(\) first, or under `megagraph run` or MEGA"
     )
     with pytest.raises(RuntimeError, match=message):
         megagraph.install(rig.graph_config(mode="eager"))
@@ -198,6 +199,21 @@ def test_a_path_is_read_as_toml_and_variables_go_over_it_and_nothing_else_is_tak
     with pytest.raises(TypeError, match=r"expected megagraph\.GraphConfig\(\.\.\.\), .* got dict {'mode': "):
         megagraph.install(given)
     assert installed_plugin() is None
+
+
+def test_a_report_is_left_once_an_interval_and_by_name_of_its_process(tmp_path: Path) -> None:
+    """Ray ends its actors without their exit handlers: nothing was left of a run."""
+    megagraph.install(rig.graph_config(report=tmp_path / "%p" / "rank-%r.json", log_interval=2))
+    trainer = Trainer(rig.OPTIONS)
+    path = tmp_path / str(os.getpid()) / "rank-0.json"
+    for expected in (None, 1, 1, 3):
+        rig.step(trainer, [rig.ONE])
+        assert path.exists() == (expected is not None)
+        if expected is not None:
+            (model,) = read_report(path)
+            assert model["replays"] == expected * rig.LAYERS
+    megagraph.uninstall()
+    assert read_report(path)[0]["replays"] == 3 * rig.LAYERS
 
 
 @pytest.mark.parametrize("target", [".", "file/report.json", "file"])

@@ -15,11 +15,18 @@ import torch
 
 from megagraph import _C
 from megagraph.config import GraphConfig
-from megagraph.log import log, rank
+from megagraph.log import log
 from megagraph.megatron import seams
 from megagraph.megatron.patch import experts, forwards, inside_layers, overlap
 from megagraph.megatron.plugin import Plugin
-from megagraph.report import STANDARD_OUTPUT, check_target, path_of_stage, report_text, write_report
+from megagraph.report import (
+    STANDARD_OUTPUT,
+    check_target,
+    is_replaced_by,
+    path_of_report,
+    report_text,
+    write_report,
+)
 
 __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
 
@@ -92,19 +99,20 @@ def _wrap_all(plugin: Plugin) -> None:
     _wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
 
 
-def _write_report(plugin: Plugin, first: Path | None) -> None:
-    """Rank 0 writes, and one rank of each further stage. No run that is over fails for its report."""
-    if first is None or (rank() != 0 and plugin.stage == 0):
+def _write_report(plugin: Plugin, first: Path | None, *, is_over: bool = True) -> None:
+    """No run fails for its report. Before it is over, only a file gets one, which the next one replaces."""
+    path = None if first is None else path_of_report(first, plugin.stage)
+    if path is None or not (is_over or is_replaced_by(path)):
         return
     reports, leases = plugin.reports(), plugin.leases()
-    path = path_of_stage(first, plugin.stage)
     more: dict[str, Any] = {"stages": plugin.stages} if plugin.stages > 1 else {}
     more |= {"leases": leases} if leases else {}
     try:
         write_report(reports, path, **more)
     except OSError as error:
-        log.error("the report could not be written to %s (%s); it follows", path, error)
-        sys.stderr.write(report_text(reports))
+        if is_over:
+            log.error("the report could not be written to %s (%s); it follows", path, error)
+            sys.stderr.write(report_text(reports))
 
 
 def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
@@ -124,6 +132,7 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
             not fit, or the machine has a GPU and this build no CUDA part.
     """
     global _plugin
+    version = seams.check_core()  # may be the first to import it, for which megagraph_auto.py waits
     installed = None if _plugin is None else _plugin.config
     config = _as_config(config, installed)
     if installed is not None:
@@ -131,7 +140,7 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
             return
         raise RuntimeError(
             f"megagraph is installed already, with other options ({_difference(installed, config)}): "
-            "uninstall() first, or under `megagraph run` leave install() out of the script"
+            "uninstall() first, or under `megagraph run` or MEGAGRAPH_AUTO leave install() out of the script"
         )
     if torch.cuda.is_available() and not _C.WITH_CUDA:
         raise RuntimeError(
@@ -139,7 +148,6 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
             "toolkit of torch's CUDA version (nvcc, found through CUDA_HOME), then reinstall megagraph "
             "with `pip install --no-build-isolation --force-reinstall --no-deps .`"
         )
-    version = seams.check_core()
     if config.mode == "off":
         return
     check_target("report", config.report)
@@ -148,6 +156,7 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
     if report is not None and report != STANDARD_OUTPUT:
         report = report.absolute()  # as seen from the folder of now
     _undo.callback(_write_report, plugin, report)
+    plugin.leave_report = functools.partial(_write_report, plugin, report, is_over=False)
     _wrap_all(plugin)
     _plugin = plugin
     log.info("installed in megatron-core %s, mode %s", version, config.mode)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With MEGAGRAPH_AUTO=1: installs megagraph as soon as a process imports megatron.core, without a launcher.
+
+Imported when an interpreter starts that has the variable (megagraph_auto.pth), and by verl, which loads what
+is in `verl.plugins` and keeps errors to itself. So this says what is wrong, and raises nothing. Imports no
+package before megatron.core is, and leaves the commands of `megagraph` to decide for themselves.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+
+__all__: list[str] = []
+
+_CORE = "megatron.core"
+
+
+def _say(what: str) -> None:
+    print(f"megagraph: MEGAGRAPH_AUTO={os.environ['MEGAGRAPH_AUTO']}: {what}", file=sys.stderr)
+
+
+def _install() -> None:
+    if "megagraph.cli" in sys.modules:
+        return
+    try:
+        import megagraph
+
+        megagraph.install()
+    except Exception as error:
+        _say(f"not installed: {error}")
+
+
+class _Finder:
+    """Finds megatron.core as others do, and has its loader install megagraph behind it."""
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _CORE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_install(module: ModuleType) -> None:
+            load(module)
+            sys.modules["megatron"].core = module  # type: ignore[attr-defined]  # as the import is about to do
+            _install()
+
+        spec.loader.exec_module = load_and_install  # type: ignore[method-assign]
+        return spec
+
+
+def _begin() -> None:
+    switch = os.environ.get("MEGAGRAPH_AUTO", "").lower()
+    if switch in ("", "0", "false", "no", "off"):
+        return
+    if switch not in ("1", "true", "yes", "on"):
+        _say("expected true or false")
+    elif _CORE in sys.modules:
+        _install()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+_begin()

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MEGAGRAPH_AUTO: processes that nobody launches for us get the plugin, and others cost nothing."""
+
+import os
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from run_scripts import TRAINING, Files
+
+from megagraph.report import read_report
+
+ROOT = Path(__file__).resolve().parents[2]
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Starts a Python whose packages hold our `.pth`, as after an installation."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(ROOT)!r})\n")
+
+    def run(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
+        paths = [tmp_path / "site", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        clean["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+        named = {f"MEGAGRAPH_{name}": value for name, value in variables.items()}
+        command = [sys.executable, "-W", "ignore", *map(str, words)]
+        return subprocess.run(command, env=clean | named, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+def test_an_interpreter_without_the_variable_pays_less_than_a_millisecond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MEGAGRAPH_AUTO", raising=False)
+    (line,) = (ROOT / "megagraph_auto.pth").read_text().splitlines()
+    assert line.startswith("import ")  # or it would be a path
+    assert min(timeit.repeat(lambda: exec(line), number=1, repeat=20)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("switch", "said"),
+    [("", ""), ("1", ""), ("maybe", "megagraph: MEGAGRAPH_AUTO=maybe: expected true or false\n")],
+)
+def test_a_process_without_megatron_imports_nothing_of_ours(start: Start, switch: str, said: str) -> None:
+    names = "[name for name in sys.modules if name.startswith(('megagraph', 'torch'))]"
+    done = start("-c", f"import sys; print({names})", AUTO=switch)
+    assert (done.returncode, done.stderr) == (0, said)
+    assert done.stdout == f"{['megagraph_auto'] if switch else []}\n"
+
+
+# The first install() is what imports Megatron, for which the other one waits.
+SEES = """
+import megagraph
+megagraph.install()
+import megatron.core as core
+from megagraph.megatron.patch.installation import installed_plugin
+print(installed_plugin().config.mode, installed_plugin().config.max_seqlen_per_dp_cp_rank, core.__name__)
+try:
+    megagraph.install(megagraph.GraphConfig(mode="graph"))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.megatron
+def test_a_script_may_ask_for_what_is_installed_already_and_for_nothing_else(
+    start: Start, files: Files
+) -> None:
+    done = start("-c", SEES, AUTO="1", CONFIG=str(files.toml()), MODE="eager")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "eager 64 megatron.core"
+    assert second.startswith("megagraph is installed already, with other options (mode is eager, not graph)")
+    assert "under `megagraph run` or MEGAGRAPH_AUTO leave install() out of the script" in second
+
+
+def test_what_does_not_fit_is_one_sentence_and_the_process_goes_on(start: Start, tmp_path: Path) -> None:
+    core = tmp_path / "site" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("__version__ = '9.9'\n")
+    done = start("-c", "import megatron.core as core; print(core.__version__)", AUTO="1")
+    assert (done.returncode, done.stdout) == (0, "9.9\n")
+    (said,) = (line for line in done.stderr.splitlines() if "MEGAGRAPH" in line)
+    assert said.startswith("megagraph: MEGAGRAPH_AUTO=1: not installed: megatron-core 9.9 does not fit")
+
+
+@pytest.mark.megatron
+@pytest.mark.ranks
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="a GPU for each rank")
+def test_every_rank_of_torchrun_replays_and_leaves_a_report_of_its_own(start: Start, files: Files) -> None:
+    launch = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    report = str(files.folder / "rank-%r-of-%p.json")
+    variables = {"AUTO": "1", "CONFIG": str(files.toml()), "REPORT": report}
+    done = start(*launch, files.script(TRAINING), "4", "pass", **variables)
+    assert done.returncode == 0, done.stderr
+    found = sorted(files.folder.glob("rank-*.json"))
+    assert [path.name.split("-")[1] for path in found] == ["0", "1"]
+    assert [[model["replays"] for model in read_report(path)] for path in found] == [[6], [6]]
