@@ -132,7 +132,8 @@ def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     files = {
-        **{"text.txt": b"some text", "bytes": b"\xff\xfe", "deep.json": b"[" * 100_000},
+        **{"text.txt": b"some text", "bytes": b"\xff\xfe", "empty.jsonl": b"", "list.json": b"[]"},
+        "deep.json": b"[" * 100_000,
         **{"other.jsonl": b'{"words": 3}\n', "long.jsonl": b'{"length": 600}\n'},
         "short.jsonl": b'{"length": 9}\n{"length": 1}\n',
         **{"script.py": b"open('it-ran', 'w')\n", "report.json": b"an older report"},

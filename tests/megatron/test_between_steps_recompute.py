@@ -198,8 +198,8 @@ def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_grap
     graph_safe: bool, tracker_of: Callable[[bool], Any]
 ) -> None:
     report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=DROPS_BY_NAME)
-    reason = {} if graph_safe else {"RNG_NOT_GRAPH_SAFE": REPLAYS}
-    rig.ran(report, REPLAYS if graph_safe else 0, WARMING_UP=2 * rig.LAYERS, **reason)
+    refused = {} if graph_safe else {"RNG_NOT_GRAPH_SAFE": REPLAYS, "failures": rig.LAYERS}
+    rig.ran(report, REPLAYS if graph_safe else 0, WARMING_UP=2 * rig.LAYERS, **refused)
 
 
 @pytest.mark.gpu
@@ -254,5 +254,5 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     # Later releases do not recompute while they are told of a capture: states that are set back tell no
     # difference then, and generators are drawn from once less.
     is_refused = graph_safe == hasattr(random, "_get_share_storage")
-    reason = {"RNG_NOT_GRAPH_SAFE": REPLAYS} if is_refused else {}
-    rig.ran(report, 0 if is_refused else REPLAYS, WARMING_UP=2 * rig.LAYERS, **reason)
+    refused = {"RNG_NOT_GRAPH_SAFE": REPLAYS, "failures": rig.LAYERS} if is_refused else {}
+    rig.ran(report, 0 if is_refused else REPLAYS, WARMING_UP=2 * rig.LAYERS, **refused)

@@ -109,8 +109,8 @@ def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: 
 def _note_passes(backend: Any, passed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     original = backend.record
 
-    def record(self: Any, pool: int, body: Callable[[], None], memory: Any = None) -> Any:
-        return original(self, pool, lambda: (passed.clear(), body())[1], memory)
+    def record(self: Any, pool: int, body: Callable[[], None], *given: Any) -> Any:
+        return original(self, pool, lambda: (passed.clear(), body())[1], *given)
 
     monkeypatch.setattr(backend, "record", record)
 

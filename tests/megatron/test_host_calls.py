@@ -22,7 +22,7 @@ from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.demo.trainer import Trainer
+from megagraph.demo.trainer import Trainer, in_half_precision
 
 pytestmark = pytest.mark.both
 
@@ -212,6 +212,7 @@ def test_what_the_hooks_of_a_ddp_were_taken_for_is_no_failure_once_a_schedule_sh
     class Called(Trainer):
         def make_chunk(self, config: Any, spec: Any) -> Any:
             chunk = super().make_chunk(config, spec).to(self.device)
+            in_half_precision(chunk)
             for _ in range(2):
                 with torch.no_grad():
                     forward(chunk, PACKS[0], self.device)
