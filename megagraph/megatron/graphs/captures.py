@@ -59,9 +59,8 @@ class Captures:
         self._mla_tables = MlaTables()
         self.verifier = Verifier(config, peers)
         self.failures: list[str] = []  # what stays eager, in words
-        self.rehearsed: tuple[int, int] | None = (
-            None  # bytes that pools would keep, and one layer beside them
-        )
+        # Bytes that pools would keep, and one layer beside them.
+        self.rehearsed: tuple[int, int] | None = None
         self._last_holders = ""
         self._progress = capture_progress() if config.progress else None
         self.loops: dict[VariantKey, LayerLoop] = {}  # what replays each variant
@@ -241,11 +240,6 @@ class Captures:
         sentence = "a plan's micro-batch has graphs, and replayed none"
         if sentence not in self.failures:
             self.failures.append(warned(sentence))
-
-    def check_finished(self) -> None:
-        """Raises `RuntimeError` if a backward has left gradients that were never made."""
-        if unfinished := self.bank.take_unfinished():
-            raise RuntimeError(unfinished)
 
     def forget_unfinished(self) -> None:
         """Where a step has raised: nobody will ask for what its backwards have left."""
