@@ -235,12 +235,13 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 class BuildPy(build_py):
-    """Adds what an interpreter reads at its start: megagraph_auto.py."""
+    """Adds what an interpreter reads at its start, beside the package: megagraph/auto.py says why."""
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            self.copy_file(str(ROOT / "megagraph_auto.pth"), self.build_lib)
+        for suffix in () if self.editable_mode else (".py", ".pth"):
+            source, built = ROOT / "megagraph" / "auto", pathlib.Path(self.build_lib) / "megagraph_auto"
+            self.copy_file(str(source.with_suffix(suffix)), str(built.with_suffix(suffix)))
 
 
 def minor(release: tuple[int, int]) -> str:

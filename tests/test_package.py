@@ -110,7 +110,7 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
     assert done.returncode == 0, done.stderr
     assert {"megagraph_auto.pth", "megagraph_auto.py"} <= {it.name for it in (tmp_path / "built").iterdir()}
     points = (tmp_path / "megagraph.egg-info" / "entry_points.txt").read_text()
-    assert "[verl.plugins]\nmegagraph = megagraph_auto\n" in points
+    assert "[verl.plugins]\nmegagraph = megagraph.auto\n" in points
     (archive,) = tmp_path.glob("megagraph-0.1.0.tar.gz")
     with tarfile.open(archive) as file:
         info = file.extractfile("megagraph-0.1.0/PKG-INFO").read().decode()
@@ -124,7 +124,7 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
         "pyproject.toml",
         "setup.py",
         "megagraph/py.typed",
-        "megagraph_auto.pth",
+        "megagraph/auto.pth",
     } <= names
     assert not [it for it in names if it.startswith("tests/") or it.endswith((".so", "_build_info.py"))]
     for line in (

@@ -353,7 +353,8 @@ class GraphedModel:
 
         Raises `RuntimeError` if a backward was never finished.
         """
-        if unfinished := self.captures.bank.take_unfinished():
+        bank = self.captures.bank
+        if unfinished := bank.take_unfinished():
             raise RuntimeError(unfinished)
         for kind in self._due.end_step():
             with about(self.name):

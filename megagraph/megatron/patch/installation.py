@@ -135,7 +135,7 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
             not fit, or the machine has a GPU and this build no CUDA part.
     """
     global _plugin
-    version = seams.check_core()  # may be the first to import it, for which megagraph_auto.py waits
+    version = seams.check_core()  # may be the first to import it, for which megagraph/auto.py waits
     installed = None if _plugin is None else _plugin.config
     config = _as_config(config, installed)
     if installed is not None:

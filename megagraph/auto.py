@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """With MEGAGRAPH_AUTO=1: installs megagraph as soon as a process imports megatron.core, without a launcher.
 
-Imported when an interpreter starts that has the variable (megagraph_auto.pth), and by verl, which loads what
-is in `verl.plugins` and keeps errors to itself. So this says what is wrong, and raises nothing. Imports no
-package before megatron.core is, and leaves the commands of `megagraph` to decide for themselves.
+Imported when an interpreter starts that has the variable, and by verl, which loads what is in `verl.plugins`
+and keeps errors to itself. So this says what is wrong, and raises nothing. An installation has a copy beside
+the package (megagraph_auto.py, for auto.pth), since that imports no package before megatron.core is imported.
+Leaves the commands of `megagraph` to decide for themselves.
 """
 
 import importlib.machinery
