@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -408,8 +408,11 @@ def _of_some_models() -> Sequence[Seam]:
 
 def misfits() -> list[str]:
     """What is wrong with seams in the installed release, or by what a host has put there."""
-    found = (seam.problem() for seam in (*_OF_ALL_MODELS, *_of_some_models()))
-    return [problem for problem in found if problem is not None]
+    return _problems((*_OF_ALL_MODELS, *_of_some_models()))
+
+
+def _problems(seams: Iterable[Seam]) -> list[str]:
+    return [problem for seam in seams if (problem := seam.problem()) is not None]
 
 
 def unfit(model: nn.Module) -> str | None:
@@ -435,8 +438,9 @@ def check_core() -> str:
             f"megagraph.install() needs megatron-core ({' or '.join(SUPPORTED)}), and it cannot be "
             f"imported: {error}"
         ) from error
-    seams = (*_OF_ALL_MODELS, *(replace(seam, takes="") for seam in _of_some_models()))
-    problems = [problem for seam in seams if (problem := seam.problem()) is not None]
+    problems = _problems(_OF_ALL_MODELS)
+    # Of a core that does not fit nobody can ask which others there should be.
+    problems = problems or _problems(replace(seam, takes="") for seam in _of_some_models())
     if problems:
         raise RuntimeError(
             f"megatron-core {version} does not fit (supported: {', '.join(SUPPORTED)}): "

@@ -90,6 +90,7 @@ def test_what_does_not_fit_is_one_sentence_and_the_process_goes_on(start: Start,
     core = tmp_path / "site" / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("__version__ = '9.9'\n")
+    (tmp_path / "site" / "transformer_engine.py").touch()
     done = start("-c", "import megatron.core as core; print(core.__version__)", AUTO="1")
     assert (done.returncode, done.stdout) == (0, "9.9\n")
     (said,) = (line for line in done.stderr.splitlines() if "MEGAGRAPH" in line)
