@@ -19,14 +19,14 @@ from rich.text import Text
 import megagraph
 from megagraph import _C, _build_info
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.ends import ExitCode, Screen, write_json
+from megagraph.cli.ends import ExitCode, Screen, add_json, write_json
 from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script
 from megagraph.cli.verdict import remedy_of, verdict
 from megagraph.config import GraphConfig
 from megagraph.log import rank
 from megagraph.megatron import seams
-from megagraph.report import STANDARD_OUTPUT, check_target, read_report
+from megagraph.report import check_target, read_report
 
 __all__ = ["add_parser"]
 
@@ -40,14 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "training step, and says which layers would be graphed, why others not, and what memory graphs take.",
         epilog="Exit codes: 0 all fits; 1 something does not, or no layer would be graphed; 2 bad input.",
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=STANDARD_OUTPUT,
-        metavar="FILE",
-        help="write JSON instead of a table; - or nothing for standard output",
-    )
+    add_json(parser)
     parser.add_argument("--report", type=Path, metavar="FILE", help="explain the report that a run left")
     add_script(parser, is_optional=True)
     parser.set_defaults(prepare=_prepare)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a command ends: its exit code, and one sentence on standard error where something is wrong."""
 
+import argparse
 import errno
 import os
 import sys
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from megagraph.report import write_report
+from megagraph.report import STANDARD_OUTPUT, write_report
 
-__all__ = ["ExitCode", "Screen", "end", "ended_by", "sentence", "write_json"]
+__all__ = ["ExitCode", "Screen", "add_json", "end", "ended_by", "sentence", "write_json"]
 
 
 class ExitCode(IntEnum):
@@ -44,6 +45,12 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{os.fspath(error.filename)}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def add_json(options: "argparse._ActionsContainer") -> None:
+    """Adds `--json`, which `write_json()` follows, to what shows a table."""
+    what = "write JSON instead of a table; - or nothing for standard output"
+    options.add_argument("--json", type=Path, nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help=what)
 
 
 def write_json(command: str, path: Path, reports: Sequence[Mapping[str, Any]], /, **more: Any) -> ExitCode:

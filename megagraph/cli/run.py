@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megagraph
-from megagraph.cli.ends import Screen, write_json
+from megagraph.cli.ends import Screen, add_json, write_json
 from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
 from megagraph.cli.verdict import verdict
@@ -21,7 +21,6 @@ from megagraph.config import GraphConfig
 from megagraph.log import rank
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.report import (
-    STANDARD_OUTPUT,
     check_target,
     read_leases,
     read_report,
@@ -49,14 +48,7 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser("report", help="show the report that a run left")
     parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=STANDARD_OUTPUT,
-        metavar="FILE",
-        help="write JSON instead of a table; - or nothing for standard output",
-    )
+    add_json(instead)
     instead.add_argument(
         "--timeline",
         type=Path,

@@ -113,18 +113,8 @@ class Captures:
         self._last_holders = holders
         return not holders
 
-    def capture(
-        self,
-        keys: Sequence[VariantKey],
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        params_type: type[Any],
-    ) -> None:
-        """Captures variants, for hidden states of a row shape and dtype, and packs of a type.
-
-        A failure of a layer is logged and leaves it eager.
-        """
-        variants = self._prepared(keys, row_shape, dtype, params_type)
+    def capture(self, variants: Sequence[VariantSpec]) -> None:
+        """Captures what `prepared()` has made. A failure of a layer is logged and leaves it eager."""
         seconds = self.bank.capture_seconds
         try:
             self._capture_and_verify(variants)
@@ -141,29 +131,26 @@ class Captures:
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._follow_variants()
         listen(self.bank, self.layers.ddp)
-        shapes = "; ".join(dict.fromkeys(str(key.capacity) for key in keys))
+        shapes = "; ".join(dict.fromkeys(str(variant.key.capacity) for variant in variants))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
 
-    def rehearse(
-        self,
-        keys: Sequence[VariantKey],
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        params_type: type[Any],
-    ) -> None:
+    def rehearse(self, variants: Sequence[VariantSpec]) -> None:
         """Finds out, without a graph, what `capture()` would leave eager, and what memory it would take."""
-        self.rehearsed = self.bank.rehearse(self._prepared(keys, row_shape, dtype, params_type))
+        self.rehearsed = self.bank.rehearse(variants)
         self.failures += self.bank.take_failures()
 
-    def _prepared(
+    def prepared(
         self,
         keys: Sequence[VariantKey],
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
         params_type: type[Any],
     ) -> list[VariantSpec]:
-        """What is captured, once it is settled which layers stay eager."""
+        """Variants for hidden states of a row shape and dtype and packs of a type, to be captured at once.
+
+        Settles which layers stay eager.
+        """
         if self.watch.is_watching and self.layers.are_kept_out_otherwise():
             self.reset()
         if not self.watch.is_watching:

@@ -324,12 +324,12 @@ class GraphedModel:
         assert self._rows is not None
         due = self._due
         self.changes.make_room()
-        variants = self.dispatcher.variants(kinds)
         params_type: Any = self.dispatcher.params_type or PACKED_SEQ_PARAMS.function()
+        variants = self.captures.prepared(self.dispatcher.variants(kinds), *self._rows, params_type)
         if self.rehearses:
-            self.captures.rehearse(variants, *self._rows, params_type)
+            self.captures.rehearse(variants)
             return
-        self.captures.capture(variants, *self._rows, params_type)
+        self.captures.capture(variants)
         # Nor has a bank captured any whose place this one has just taken.
         self.changes.follow_capture(is_first=not due.captured)
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
