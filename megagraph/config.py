@@ -252,6 +252,12 @@ class GraphConfig:
         longest = tokens * cp_size if self.max_seqlen is None else self.max_seqlen
         return tuple(Capacity(tokens=tokens, num_seqs=count, max_seqlen=longest) for count in counts)
 
+    def spelled(self) -> dict[str, Any]:
+        """The options that are set to something, as plain values."""
+        given = {name: value for name, value in vars(self).items() if value not in (None, ())}
+        plain = {name: [*map(str, it)] if isinstance(it, tuple) else it for name, it in given.items()}
+        return {name: it if isinstance(it, int | list) else str(it) for name, it in plain.items()}
+
     @classmethod
     def from_mapping(
         cls,

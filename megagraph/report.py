@@ -7,19 +7,23 @@ Counts nothing itself. A model's report is the plain dictionary that the Megatro
 import errno
 import json
 import os
+import platform
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+import megagraph
 from megagraph.log import rank
 from megagraph.timeline import Lease
 
@@ -33,7 +37,7 @@ __all__ = [
         "read_leases",
         "read_report",
     ),
-    *("STANDARD_OUTPUT", "report_table", "report_text", "scalars", "write_report"),
+    *("STANDARD_OUTPUT", "report_table", "report_text", "scalars", "versions", "write_report"),
 ]
 
 ModelReport = Mapping[str, Any]
@@ -140,6 +144,17 @@ def _of_sizes(counts: Mapping[str, Mapping[str, int]]) -> str:
         f"{size}: {', '.join(f'{count:,} {what}' for what, count in of_size.items())}"
         for size, of_size in counts.items()
     )
+
+
+def versions() -> dict[str, str | None]:
+    """Of all that decides what a run does."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("megatron-core", "transformer-engine"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found | {"megagraph": megagraph.__version__, "torch": str(torch.__version__)}
 
 
 def scalars(report: ModelReport) -> dict[str, float]:

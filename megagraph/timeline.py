@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws when the slots of each model chunk were leased, from the report of a run."""
+"""How long training steps take, and when the slots of each model chunk were leased, which it draws."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Lease", "draw_timeline"]
+__all__ = ["Lease", "StepClock", "draw_timeline"]
+
+_MOST_STEPS = 1000  # of each kind: the last ones
 
 # Of each chunk: more are thinner than a line.
 _MOST_LEASES = 32
@@ -19,6 +26,50 @@ class Lease(NamedTuple):
     grad: bool  # for training
     begin: float  # ms since 1970, as the end
     end: float | None  # None while it was held
+
+
+class StepClock:
+    """Measures training steps of each kind, such as eager and graphed ones, and waits for no device.
+
+    On the host, which is what graphs shorten, and from the begin of one to that of the next of its kind.
+    """
+
+    def __init__(self) -> None:
+        some: Any = partial(deque[float], maxlen=_MOST_STEPS)
+        self._host: dict[str, deque[float]] = defaultdict(some)
+        self._between: dict[str, deque[float]] = defaultdict(some)
+        self._last: tuple[str, float] | None = None  # if it was one, and nothing has run since
+
+    @contextlib.contextmanager
+    def step(self, kind: str | None) -> Iterator[None]:
+        """Around a step; None if it is not to be measured."""
+        begin, last = time.perf_counter(), self._last
+        self._last = None
+        if kind is None:
+            yield
+            return
+        if last is not None and last[0] == kind:
+            self._between[kind].append(begin - last[1])
+        yield
+        self._host[kind].append(time.perf_counter() - begin)
+        self._last = kind, begin
+
+    def report(self) -> dict[str, Any]:
+        """Of each kind the number of steps, and quartiles in ms; null without two of them."""
+        return {
+            kind: {
+                "steps": len(host),
+                "host_ms": _quartiles(host),
+                "step_ms": _quartiles(self._between[kind]),
+            }
+            for kind, host in self._host.items()
+        }
+
+
+def _quartiles(seconds: Sequence[float]) -> list[float] | None:
+    if len(seconds) < 2:
+        return None
+    return [1e3 * it for it in statistics.quantiles(seconds, n=4, method="inclusive")]
 
 
 def draw_timeline(leases: Mapping[str, Sequence[Lease]], path: Path) -> None:

@@ -2,6 +2,8 @@
 #include "csrc/decide/dispatch.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 
 #include "csrc/decide/require.h"
 
@@ -13,6 +15,20 @@ int64_t power_of_two(int64_t at_least) {
   while (power < at_least) power *= 2;
   return power;
 }
+
+// What a few steps of warm-up let expect of the steps to come: three deviations above the mean, and
+// no less than what was seen.
+int64_t with_headroom(const std::vector<int64_t>& seen) {
+  const auto count = static_cast<double>(seen.size());
+  const double mean = std::accumulate(seen.begin(), seen.end(), 0.0) / count;
+  double squares = 0;
+  for (const int64_t value : seen) squares += std::pow(static_cast<double>(value) - mean, 2);
+  const double expected = std::ceil(mean + 3 * std::sqrt(squares / count));
+  return std::max(*std::max_element(seen.begin(), seen.end()), static_cast<int64_t>(expected));
+}
+
+// Ranks that share rows must be able to do so.
+constexpr int64_t kMultipleOfTokens = 128;
 
 }  // namespace
 
@@ -42,14 +58,18 @@ Decision decide(const PackShape& shape, const std::vector<Capacity>& capacities)
 
 Needs needs_of(const std::vector<PackShape>& observed, int64_t extra_seqs) {
   if (observed.empty()) return {};
-  int64_t tokens = 0;
-  std::vector<int64_t> counts;
+  std::vector<int64_t> tokens, counts;
   for (const PackShape& shape : observed) {
-    tokens = std::max(tokens, shape.tokens);
+    tokens.push_back(shape.tokens);
     counts.push_back(std::max<int64_t>(shape.num_seqs - extra_seqs, 1));
   }
+  std::sort(tokens.begin(), tokens.end());
   std::sort(counts.begin(), counts.end());
-  return {tokens, power_of_two(counts[counts.size() / 2]), power_of_two(counts.back())};
+  int64_t rows = with_headroom(tokens);
+  if (rows > tokens.back()) {
+    rows = (rows + kMultipleOfTokens - 1) / kMultipleOfTokens * kMultipleOfTokens;
+  }
+  return {rows, power_of_two(counts[counts.size() / 2]), power_of_two(with_headroom(counts))};
 }
 
 std::vector<Capacity> capacities_for(const Needs& needs, int64_t extra_seqs, int64_t cp_size) {

@@ -56,8 +56,9 @@ struct Decision {
 Decision decide(const PackShape& shape, const std::vector<Capacity>& capacities);
 
 // What packs need: the tokens of the largest one; documents, rounded up to a power of two, that
-// most have room in; and that all have room in, likewise. Where ranks have seen different packs,
-// the largest of each number serves all.
+// most have room in; and that all have room in, likewise. Where packs vary the first and the last
+// have headroom, for larger ones to come. Where ranks have seen different packs, the largest of
+// each number serves all.
 using Needs = std::array<int64_t, 3>;
 
 // Less the documents that the tail's convention adds to each pack; zeros for none.

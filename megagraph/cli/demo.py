@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from megagraph.demo.documents import load_documents
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
-from megagraph.report import STANDARD_OUTPUT, check_target, report_table
+from megagraph.report import STANDARD_OUTPUT, check_target, report_table, versions
 
 __all__ = ["add_parser", "quiet_megatron"]
 
@@ -258,20 +257,9 @@ def _comparison(agreement: Agreement, times: tuple[StepTimes, StepTimes] | None)
 
 
 def _facts() -> dict[str, Any]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "megagraph": megagraph.__version__,
-    }
-    for name in ("megatron-core", "transformer-engine"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     on_gpu = torch.cuda.is_available()
     return {
-        "versions": versions,
+        "versions": versions(),
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "command": shlex.join(["megagraph", *sys.argv[1:]]),
     }

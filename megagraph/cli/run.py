@@ -16,7 +16,7 @@ import megagraph
 from megagraph.cli.ends import Screen, add_json, write_json
 from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
-from megagraph.cli.verdict import verdict
+from megagraph.cli.verdict import saved, verdict
 from megagraph.config import GraphConfig
 from megagraph.log import rank
 from megagraph.megatron.patch.installation import installed_plugin
@@ -80,14 +80,16 @@ def _run(options: argparse.Namespace, config: GraphConfig) -> int:
     try:
         run_script(options)
     finally:
-        is_there, reports = installed_plugin() is not None, megagraph.reports()
+        plugin, reports = installed_plugin(), megagraph.reports()
         if reports and rank() == 0:
             Screen(stderr=True).print(report_table(reports))
         megagraph.uninstall()
         if rank() == 0:
             why = "mode is off" if config.mode == "off" else "the script has called uninstall()"
-            said = verdict(reports) if is_there else f"nothing is known: {why}"
-            Screen(stderr=True).print(f"megagraph: {said}", markup=False, highlight=False, soft_wrap=True)
+            said = verdict(reports) if plugin is not None else f"nothing is known: {why}"
+            times = "" if plugin is None else saved(plugin.clock.report())
+            for line in filter(None, (times, said)):
+                Screen(stderr=True).print(f"megagraph: {line}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

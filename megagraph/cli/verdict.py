@@ -7,7 +7,7 @@ from typing import Any
 
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["REMEDIES", "remedy_of", "verdict"]
+__all__ = ["REMEDIES", "remedy_of", "saved", "verdict"]
 
 # How each reason's section of docs/reasons.md begins.
 REMEDIES: Mapping[EagerReason, str] = {
@@ -68,6 +68,15 @@ def verdict(reports: Sequence[Mapping[str, Any]]) -> str:
     ((reason, count),) = (others or eager).most_common(1)
     what = f"{_percent(count, calls)} eager, {reason}: {remedy_of(reason, reports)}"
     return f"{begins}{'; ' if replays else ': '}{what}"
+
+
+def saved(times: Mapping[str, Any]) -> str:
+    """What graphs save the host in a step, if eager ones were timed in the warm-up; else nothing."""
+    eager, graphed = (times.get(kind, {}).get("host_ms") for kind in ("eager", "graphed"))
+    if not eager or not graphed:
+        return ""
+    told = ("{1:.1f} ms ({0:.1f} to {2:.1f})".format(*it) for it in (eager, graphed))
+    return "forward and backward of a step kept the host for {} eager, {} graphed".format(*told)
 
 
 def _percent(part: int, whole: int) -> str:

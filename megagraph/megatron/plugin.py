@@ -17,7 +17,7 @@ from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.model_parallel import place_of, schedule_of
-from megagraph.timeline import Lease
+from megagraph.timeline import Lease, StepClock
 
 __all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
 
@@ -44,12 +44,18 @@ def is_cuda_graph_skipped() -> bool:
     return _C.is_skipped()
 
 
+def _kind_of(step_graphs: Sequence[GraphedModel]) -> str:
+    """What a training step is going to be for the most part."""
+    may_replay = not _C.is_skipped() and any(graphs.may_replay_training for graphs in step_graphs)
+    return "graphed" if may_replay else "eager"
+
+
 def _backward_thread(step_graphs: Sequence[GraphedModel]) -> contextlib.AbstractContextManager[object]:
     """Around a schedule: lets backward passes run on the calling thread where replays are to be expected.
 
     Handing them to autograd's own thread and waiting for it costs as much as autograd's call itself.
     """
-    if _C.is_skipped() or not any(graphs.may_replay_training for graphs in step_graphs):
+    if _kind_of(step_graphs) == "eager":
         return contextlib.nullcontext()
     return torch.autograd.set_multithreading_enabled(False)
 
@@ -68,7 +74,7 @@ class Plugin:
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
         self.is_over = False  # released: what still calls a wrapper reaches what that wraps
-        self.training_steps = 0
+        self.training_steps, self.clock = 0, StepClock()
         self.leave_report: Callable[[], None] = lambda: None  # called once an interval of the log
         self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
         self._has_pipeline = False
@@ -189,9 +195,10 @@ class Plugin:
             try:
                 for graphs in inside:
                     with about(graphs.name):
-                        graphs.look_around(models)
+                        graphs.look_around(models, kwargs.get("seq_length", 0))
                         graphs.at_step_boundary(is_skipped=_C.is_skipped())
-                with _backward_thread(inside):
+                is_measured = inside and not outer[0] and not kwargs.get("forward_only", False)
+                with self.clock.step(_kind_of(inside) if is_measured else None), _backward_thread(inside):
                     result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)
                 for graphs in ran:

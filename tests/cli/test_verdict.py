@@ -9,7 +9,7 @@ import pytest
 from run_scripts import TOML, TRAINING, Files
 
 from megagraph.cli import main
-from megagraph.cli.verdict import REMEDIES, verdict
+from megagraph.cli.verdict import REMEDIES, saved, verdict
 from megagraph.decide.reasons import EagerReason
 
 REASONS = Path(__file__).parents[2] / "docs" / "reasons.md"
@@ -69,6 +69,12 @@ REFUSED = model(0, SCOPE_UNSUPPORTED=9) | {"failures": ["GPTModel with fp8 is no
 def test_what_is_said(reports: list[dict[str, Any]], said: str) -> None:
     assert verdict(reports).startswith(said)
     assert "\n" not in verdict(reports)
+
+
+def test_what_graphs_save_is_told_if_eager_steps_were_measured() -> None:
+    times = {kind: {"host_ms": [ms, ms + 1, ms + 2]} for kind, ms in (("eager", 8.0), ("graphed", 2.0))}
+    assert saved(times).endswith("9.0 ms (8.0 to 10.0) eager, 3.0 ms (2.0 to 4.0) graphed")
+    assert saved({**times, "eager": {"host_ms": None}}) == saved({}) == ""
 
 
 @pytest.mark.megatron

@@ -107,7 +107,9 @@ def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there_in_eager_m
     learned = run.report["capacities"]
     assert eager.report["capacities"] == learned and eager.report["replays"] == 0
     warm_up = [micro for micros in steps[:WARM_UP] for micro in micros]
-    assert {c["tokens"] for c in learned} == {max(micro.physical for micro in warm_up)}
+    # As the schedule was told, whose seq_length none of these packs has.
+    assert max(micro.physical for micro in warm_up) < rig.OPTIONS.max_tokens
+    assert {c["tokens"] for c in learned} == {rig.OPTIONS.max_tokens}
 
     def fits(micro: rig.Micro) -> bool:
         return any(
@@ -129,13 +131,26 @@ def test_evaluations_alone_teach_capacities_only_where_nobody_trains(
 ) -> None:
     """Bug: the first one did, whose packs were smaller than those of the training behind it."""
     install(capacities=())
-    pair, small = rig.Pair(), rig.Micro(lengths=(9, 7))
+    pair, small = rig.Pair(), rig.Micro(lengths=(16,))
     for _ in range(evaluations):
         pair.evaluate(small)
     assert bool(pair.report()["replays"]) == (evaluations > 1)
     pair.step(rig.ONE, times=2)
-    tokens = {each["tokens"] for each in pair.report()["capacities"]}
-    assert tokens == {small.physical if evaluations > 1 else rig.ONE.physical}
+    fewest = min(each["num_seqs"] for each in pair.report()["capacities"])
+    assert fewest == len((small if evaluations > 1 else rig.ONE).lengths)
+
+
+def test_somebody_is_told_once_when_more_than_one_pack_in_twenty_fits_nothing(
+    install: rig.Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(log_interval=20)
+    trainer, misfit = Trainer(rig.OPTIONS), rig.Micro(lengths=(5,) * 7)
+    for misfits in (0, 1, 2, 2):  # of twenty
+        rig.step(trainer, [rig.ONE], times=20 - misfits)
+        rig.step(trainer, [misfit], times=misfits)
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.startswith("GPTModel: 10 % of layer calls of steps 41-60 ran eager, since no capacity holds")
+    assert "7 documents" in said
 
 
 # Of each form in each step: plain, padded, padded with a tail, with a tail alone.

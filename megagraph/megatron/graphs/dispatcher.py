@@ -71,6 +71,9 @@ class Dispatcher(_C.Dispatcher):
         self.masks_at_entry = masks_tail and pads_at_entry
         self._tail, self._context = config.tail, context
         self._waited = self._evaluations = 0  # steps
+        self.expected_tokens = (
+            0  # of a rank's share of a pack, as the schedule was told; 0 or 1 if it was not
+        )
         largest = context.sizes[-1]
         for each in config.all_capacities(largest):
             if each.max_seqlen > each.tokens * largest:
@@ -141,7 +144,9 @@ class Dispatcher(_C.Dispatcher):
         extra_seqs, sizes, warm = self._tail.extra_seqs, self._context.sizes, self.due.warmed_up
         self._evaluations += bool(warm)
         is_warm = any(kind.grad for kind in warm) or self._evaluations >= _PATIENCE
-        needs = needs_of([*self.observed], extra_seqs)
+        needs, observed = needs_of([*self.observed], extra_seqs), [*self.observed]
+        if self.expected_tokens > 1 and observed:  # then no pack has more, but for those that already had
+            needs[0] = max(self.expected_tokens, *(shape.tokens for shape in observed))
         somebody_waits, tokens, *num_seqs = max_over_ranks([int(not is_warm), *needs])
         if somebody_waits:
             self._waited += is_warm

@@ -35,6 +35,8 @@ __all__ = ["GraphedModel"]
 
 # Options that change nothing of what ranks do together.
 _OF_A_RANK = ("progress", "poison", "report", "log_interval", "cuda_graph_nvtx")
+_MISFITS = EagerReason.TOO_MANY_TOKENS, EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG
+_MOST_MISFITS = 0.05  # of the calls of an interval, before somebody is told
 # Some calls of such a forward may not reach Megatron's, nor whatever pads.
 _NEEDS_MEGATRONS = (
     "experts over several ranks that need equal rows, in a model with a forward that overrides Megatron's, "
@@ -91,6 +93,7 @@ class GraphedModel:
         self.rehearses = False  # captures to come, for somebody who asks what they would be
         self._training_steps = 0
         self._last_counters: dict[str, int] = {}  # in the log
+        self._has_told_of_misfits = False
 
     def _begin(self) -> None:
         """Meets the first state, if nothing keeps the model eager, or does any more."""
@@ -229,14 +232,16 @@ class GraphedModel:
         batch.run_as_given(is_own_table=batch.is_own(table, hidden_states))
         self.dispatcher.count_eager(batch.reason)
 
-    def look_around(self, models: Sequence[nn.Module]) -> None:
+    def look_around(self, models: Sequence[nn.Module], tokens: int = 0) -> None:
         """Before a step: finds the DDP around it in `models` of a schedule, and where to act by now.
 
+        The schedule was told of so many `tokens` of a pack, 0 for none.
         A DDP is unknown to a forward before its step, and graphs that knew of none are dropped.
         """
         model: Any = self.model()
         if model is None:
             return
+        self.dispatcher.expected_tokens = 0 if self.context.is_dynamic else tokens // self.context.size
         entries = self.entries
         if not _C.has_forwards(model, entries.model.forward, entries.block.forward):
             entries.find_doors(model)
@@ -378,6 +383,15 @@ class GraphedModel:
             *(since["replays"], since["calls"], sum(eager.values()), f" ({reasons})" if reasons else ""),
             *(self.changes.describe(), self.verifier.describe(bank)),
         )
+        misfits = sum(since[reason.name] for reason in _MISFITS)
+        if misfits > _MOST_MISFITS * since["calls"] and not self._has_told_of_misfits:
+            self._has_told_of_misfits = True
+            log.warning(
+                "%s: %.0f %% of layer calls of steps %d-%d ran eager, since no capacity holds their packs "
+                "(%s at most): set max_seqlen_per_dp_cp_rank and cuda_graph_max_packed_seqs",
+                *(self.name, 100 * misfits / since["calls"]),
+                *(self._training_steps - interval + 1, self._training_steps, self.dispatcher.most_needed),
+            )
 
     def leave_group(self, group: Any) -> None:
         """Drops every graph that holds collectives of a group that is about to go; None is every group."""

@@ -25,6 +25,7 @@ from megagraph.report import (
     is_replaced_by,
     path_of_report,
     report_text,
+    versions,
     write_report,
 )
 
@@ -105,14 +106,16 @@ def _write_report(plugin: Plugin, first: Path | None, *, is_over: bool = True) -
     if path is None or not (is_over or is_replaced_by(path)):
         return
     reports, leases = plugin.reports(), plugin.leases()
-    more: dict[str, Any] = {"stages": plugin.stages} if plugin.stages > 1 else {}
+    more: dict[str, Any] = {"steps": plugin.training_steps, "times": plugin.clock.report()}
+    more |= {"versions": versions(), "config": plugin.config.spelled()}
+    more |= {"stages": plugin.stages} if plugin.stages > 1 else {}
     more |= {"leases": leases} if leases else {}
     try:
         write_report(reports, path, **more)
     except OSError as error:
         if is_over:
             log.error("the report could not be written to %s (%s); it follows", path, error)
-            sys.stderr.write(report_text(reports))
+            sys.stderr.write(report_text(reports, **more))
 
 
 def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
