@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/torch/pool_loan.h"
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "csrc/torch/attempt.h"
@@ -35,6 +36,10 @@ PoolLoan::~PoolLoan() { close(); }
 
 void PoolLoan::begin() {
   TORCH_CHECK(is_open_ && !is_routing_, "nothing is lent, or it is in use");
+  // torch makes those of a thread and a stream with the first matrix product there, and keeps them:
+  // in lent memory they would lie where replays write.
+  at::cuda::getCurrentCUDABlasHandle();
+  at::cuda::getCUDABlasLtWorkspace();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
   allocator::beginAllocateToPool(device_, pool_,
                                  [stream](cudaStream_t of) { return of == stream; });

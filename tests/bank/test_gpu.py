@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -464,3 +465,22 @@ def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
         assert_same_bits(replayed(bank, layers, x), want)
     assert all(bool(stranger.isnan().all()) for stranger in held)
     assert bank.counters()["replays"] == 4 * len(layers)
+
+
+def test_a_verification_in_a_thread_of_its_own_leaves_no_workspace_in_what_is_lent() -> None:
+    """Its cuBLAS workspace lay where graphs keep what a backward reads, and the next product wrote there."""
+    torch._C._cuda_clearCublasWorkspaces()
+    layers = [
+        nn.Sequential(nn.Linear(COLUMNS, COLUMNS), nn.Tanh(), nn.Linear(COLUMNS, COLUMNS)) for _ in range(3)
+    ]
+    bank = captured_wide(layers)
+    x = torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    given = Example(hidden=x.detach(), grad=torch.ones_like(x))
+
+    def work() -> list[Any]:
+        return [verify(bank, "train", given).differences, replayed(bank, layers, x), run_wide(layers, x)]
+
+    with ThreadPoolExecutor(2) as threads:
+        differences, got, want = threads.submit(work).result()
+    assert differences == []
+    assert_same_bits(got, want)
