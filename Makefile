@@ -41,15 +41,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE_SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 PYTHON_SOURCES = $(shell find megagraph -name '*.py' ! -name _build_info.py)
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint-tidy
+LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-docs lint-stubs lint-tidy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready .venv-torch-%/core/.ready
-.PHONY: help build demo test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist wheels sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo docs test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist wheels sanitize lint $(LINTS) format bench clean
 
 help:
-	@echo "make demo | test | gpu | sdist | wheels | matrix | lint | format | bench | sanitize | build | clean"
+	@echo "make demo | test | gpu | sdist | wheels | matrix | lint | docs | format | bench | sanitize | build | clean"
 	@echo "make nightly | mutants | soak: what takes too long for every change; make sizes: how large the project is"
 
 # ---- environment: each stamp is one step ----
@@ -73,6 +73,10 @@ $(VENV)/.built: $(CORE_SOURCES) | $(VENV)/.torch
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/.torch
 	$(PIP) install --group lint
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.torch
+	$(PIP) install --group docs
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
@@ -169,6 +173,10 @@ sdist: $(VENV)/.torch
 wheels:
 	.ci/wheels $(WHEELS)
 
+# The site, in build/site. A link that leads nowhere is an error; nothing is fetched.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks
 
@@ -197,6 +205,8 @@ lint-cpp: $(VENV)/.lint
 
 lint-tidy: $(VENV)/.lint
 	PYTHON=$(BIN)/python .ci/tidy
+
+lint-docs: docs
 
 lint-spelling: $(VENV)/.lint
 	$(BIN)/codespell

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example of the documentation runs here, or says in its first line that it is a fragment.
+
+In a folder with the script and the options of docs/first-hour.md, on a CPU if there is no GPU.
+"""
+
+import logging
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_docs import DOCS, FENCE, ROOT, named, read
+
+from megagraph.cli import main
+from megagraph.config import GraphConfig
+from megagraph.demo.cpu import megatron_on_cpu
+from megagraph.demo.trainer import process_groups
+from megagraph.megatron.patch.installation import uninstall
+
+FIRST_HOUR = ROOT / "docs" / "first-hour.md"
+PAGES = [path for path in DOCS if FENCE.search(read(path))]
+
+
+def is_fragment(code: str) -> bool:
+    return code.startswith("# fragment: ")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_block_says_what_it_is(path: Path) -> None:
+    assert read(path).count("\n```") == 2 * len(FENCE.findall(read(path)))
+    assert {language for language, _ in FENCE.findall(read(path))} <= {"python", "toml", "sh", "text"}
+    for language, code in FENCE.findall(read(path)):
+        if language == "python":
+            compile(code, named(path), "exec")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Has `train.py`, also in a package, and `megagraph.toml`."""
+    (script,), (options,) = (
+        [code for found, code in FENCE.findall(read(FIRST_HOUR)) if found == language]
+        for language in ("python", "toml")
+    )
+    (tmp_path / "package").mkdir()
+    for place in ("train.py", "package/train.py"):
+        (tmp_path / place).write_text(script, encoding="utf-8")
+    (tmp_path / "megagraph.toml").write_text(options, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    with megatron_on_cpu():
+        yield tmp_path
+
+
+def run_line(line: str) -> None:
+    """A line of a shell: commands of ours in this process, and whether targets of make are there."""
+    uninstall()  # it is a process of its own
+    program, *words = shlex.split(line, comments=True) or ["true"]
+    if program == "make":
+        done = subprocess.run(["make", "--dry-run", *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    elif program == "megagraph":
+        try:
+            assert main(words) == 0, line
+        except SystemExit as end:
+            assert end.code == 0, line
+        finally:
+            end_groups()
+    else:
+        assert program == "true", f"{line}: nothing runs this: mark its block as a fragment"
+
+
+def end_groups() -> None:
+    """Of a script that was not run to its end."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def without_figures(text: str) -> str:
+    """Decimals are of one machine, and so are versions; spaces at the end of a line."""
+    return re.sub(r"\d+(?:\.\d+)+\S*", "#", re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+
+@pytest.mark.megatron
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_block_runs(
+    path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="megagraph")
+    names: dict[str, Any] = {}
+    for language, code in FENCE.findall(read(path)):
+        if is_fragment(code):
+            continue
+        if language == "python" and path != FIRST_HOUR:
+            with process_groups():
+                exec(compile(code, named(path), "exec"), names)
+        elif language == "toml":
+            (tmp_path / "shown.toml").write_text(code, encoding="utf-8")
+            assert GraphConfig.from_toml(tmp_path / "shown.toml").all_capacities()
+        elif language == "sh":
+            capfd.readouterr()
+            caplog.clear()
+            for line in code.replace("\\\n", "").splitlines():
+                run_line(line)
+        elif language == "text" and path == FIRST_HOUR:
+            logged = [f"megagraph: {record.getMessage()}" for record in caplog.records]
+            printed = without_figures("\n".join([*capfd.readouterr(), *logged]))
+            for line in without_figures(code).splitlines():
+                assert line.removesuffix("...") in printed, line
