@@ -82,6 +82,7 @@ class Delays:
 
     def init_delay(self, *, is_fused: bool, delays: bool) -> None:
         self.is_fused, self.wgrad_store = is_fused, Store(delays=delays)
+        self.made = None  # or the first product would change the layer's state
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self.weight.skip_backward_post_hook = delays
 

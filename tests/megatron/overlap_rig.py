@@ -15,6 +15,7 @@ import moe_rig
 import torch
 from delayed_linear import Delays
 from megatron_rig import Micro, Run
+from parallel_jobs import ShardedSGD
 from streams import seed_streams
 from torch import Tensor, nn
 
@@ -110,7 +111,8 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         return chunk
 
     def make_optimizer(self) -> Any:
-        return Descent(self.chunk)
+        is_sharded = self.model.ddp_config.overlap_param_gather
+        return ShardedSGD(self.model) if is_sharded else Descent(self.chunk)
 
 
 def _filled(micro: Micro) -> Micro:

@@ -13,7 +13,6 @@ import megatron_rig as rig
 import moe_rig
 import torch
 from host_rig import Offload
-from megatron.core import parallel_state
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
@@ -79,21 +78,21 @@ class ShardedSGD:
     """
 
     def __init__(self, model: Any) -> None:
-        self._buckets = [bucket for buffer in model.buffers for bucket in buffer.buckets]
+        self._buffers = [*model.buffers, *model.expert_parallel_buffers]
 
     def zero_grad(self) -> None:
         """Gradients live in the buffers, which the schedule's caller zeroes."""
 
     def step(self) -> None:
         """One step; the gather of the parameters is left to the next forward pass."""
-        rank = parallel_state.get_data_parallel_rank()
-        size = parallel_state.get_data_parallel_world_size()
         with torch.no_grad():
-            for bucket in self._buckets:
-                shards = bucket.param_data.view(size, -1)
-                updated = shards[rank] - 0.05 * bucket.grad_data.view(size, -1)[rank]
-                shards.fill_(float("nan"))
-                shards[rank] = updated
+            for buffer in self._buffers:
+                size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+                for bucket in buffer.buckets:
+                    shards = bucket.param_data.view(size, -1)
+                    updated = shards[rank] - 0.05 * bucket.grad_data.view(size, -1)[rank]
+                    shards.fill_(float("nan"))
+                    shards[rank] = updated
 
 
 class ShardedTrainer(Trainer):

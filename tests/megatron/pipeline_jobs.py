@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages of a pipeline run: chunks trained eager and graphed over the same packs, and compared."""
 
+import contextlib
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
 import moe_rig
+import torch
 from context_jobs import OwnMicro, SharedMicro
 from megatron.core import parallel_state
+from overlap_rig import delay_linears
 from parallel_jobs import MISFIT, ShardedSGD, hearing
 from same_bits import assert_same_bits
 from streams import makes_groups, seed_streams
-from torch import distributed
+from torch import Tensor, distributed
 
 import megagraph
-from benchmarks.subjects.pipelines import Cut, PipelineTrainer
+from benchmarks.subjects import pipelines
+from benchmarks.subjects.pipelines import BlockSpec, Cut, PipelineTrainer, engines_block_spec
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.parallel.model_parallel import schedule_of
@@ -36,10 +43,67 @@ SHAPES: list[tuple[int, ...]] = [
 ]
 
 
+class Others:
+    """The other stages of one that is alone: what they send it is the same in each step."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.sent: list[Tensor] = []  # to them
+        self._numbers = itertools.count()  # of what they send
+
+    def send(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator("cuda" if rig.ON_GPU else "cpu").manual_seed(next(self._numbers))
+        how = {"device": generator.device, "dtype": dtype, "requires_grad": True}
+        return torch.randn(*shape, generator=generator, **how)
+
+
+@contextlib.contextmanager
+def alone(cut: Cut, stage: int) -> Iterator[Others]:
+    """Makes the groups of a stage's ranks. Inside, Megatron's schedule runs it without the other stages."""
+    from megatron.core.pipeline_parallel import schedules
+
+    others = Others()
+
+    class Communicator(schedules.P2PCommunicator):  # type: ignore[misc]
+        def __init__(self, pp_group: Any, config: Any) -> None:
+            self.pp_group, self.config = pp_group, config
+            self.virtual_pipeline_model_parallel_size = cut.chunks
+
+        def _communicate(self, *, recv_prev: bool, recv_next: bool, **given: Any) -> Any:
+            sent = (given["tensor_send_next"], given["tensor_send_prev"])
+            others.sent += [tensor.detach().clone() for tensor in sent if tensor is not None]
+            make = partial(others.send, given["tensor_shape"], self.config.pipeline_dtype)
+            return *(make() if is_asked else None for is_asked in (recv_prev, recv_next)), {}
+
+    dataclasses.replace(cut, stages=1, chunks=1).start()
+    state = {
+        "_PIPELINE_MODEL_PARALLEL_GROUP": SimpleNamespace(size=lambda: cut.stages, rank=lambda: stage),
+        "_MPU_PIPELINE_MODEL_PARALLEL_RANK": stage,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": cut.chunks,
+    }
+    with (
+        mock.patch.multiple(parallel_state, **state),
+        mock.patch.object(schedules, "P2PCommunicator", Communicator),
+    ):
+        yield others
+
+
 class Trainer(PipelineTrainer):
-    def __init__(self, cut: Cut, options: ModelOptions, *, ddp: dict[str, Any], **further: Any) -> None:
-        with rig.asks_for_no_engine():
-            super().__init__(cut, options, rig.forward, ddp=ddp, spec=_spec, **further)
+    def __init__(
+        self,
+        cut: Cut,
+        options: ModelOptions,
+        *,
+        ddp: dict[str, Any],
+        kind: str = "core",  # of layers
+        others: Others | None = None,
+        **further: Any,
+    ) -> None:
+        self._others = others
+        with rig.asks_for_no_engine(), _prepares(kind):
+            super().__init__(cut, options, rig.forward, ddp=ddp, spec=LAYERS[kind], **further)
         sharded = ddp.get("overlap_param_gather", False)
         self._sharded = [ShardedSGD(chunk) for chunk in self.chunks] if sharded else []
         self.reduced: list[tuple[int, int]] = []  # buckets of chunks, in the order of their reductions
@@ -58,11 +122,14 @@ class Trainer(PipelineTrainer):
 
     def train(self, micros: Sequence[rig.Micro], *, eager: bool, forward_only: bool = False) -> rig.Step:
         """Runs Megatron's schedule, and updates the weights after a training step."""
+        if self._others is not None:
+            self._others.begin()
         results = self.step(micros, eager=eager, forward_only=forward_only)
+        sent = [] if self._others is None else self._others.sent
         grads = {name: param.main_grad.clone() for name, param in self.named_parameters()}
         if not forward_only:
             self.update()
-        return rig.Step(losses=[result["losses"] for result in results], grads=grads)
+        return rig.Step(losses=[*(result["losses"] for result in results), *sent], grads=grads)
 
     def update(self) -> None:
         for sharded in self._sharded:
@@ -75,18 +142,50 @@ def _spec(config: Any, **place: Any) -> Any:
     return rig.varlen_spec(config, num_experts=config.num_moe_experts, moe_grouped_gemm=False, **place)
 
 
-def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool) -> list[list[rig.Micro]]:
+def _delaying(spec: BlockSpec) -> BlockSpec:
+    """Which a config of core's layers refuses."""
+
+    def delayed(config: Any, **place: Any) -> Any:
+        config.delay_wgrad_compute = True
+        return spec(config, **place)
+
+    return delayed
+
+
+LATE, OF_ENGINE = "late gradients", "late gradients of Transformer Engine's"
+LAYERS: dict[str, BlockSpec] = {
+    "core": _spec,
+    LATE: _delaying(_spec),
+    OF_ENGINE: _delaying(engines_block_spec),
+}
+
+
+def _prepares(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Inside, models of core's layers that are late are made so before DDP sees them."""
+    wrap = pipelines.in_half_precision
+
+    def prepare(model: Any) -> Any:
+        delay_linears(model, "unfused")
+        return wrap(model)
+
+    is_late = kind == LATE
+    return mock.patch.object(pipelines, "in_half_precision", prepare) if is_late else contextlib.nullcontext()
+
+
+def steps_of(
+    schedule: StageSchedule, count: int, *, misfits: bool, even: bool, most: int
+) -> list[list[rig.Micro]]:
     """Steps of the least, the most and another number of packs that is legal.
 
     They are the same on all ranks but those that share experts.
     """
     own = parallel_state.get_expert_model_parallel_rank()
-    numbers = [number for number in range(1, MOST_MICRO_BATCHES + 1) if schedule.is_legal(number)]
+    numbers = [number for number in range(1, most + 1) if schedule.is_legal(number)]
     some = [shape for shape in SHAPES if sum(shape) % 2 == 0 or not even]
-    least, middle, most = numbers[0], numbers[len(numbers) // 2], numbers[-1]
+    in_turns = (numbers[0], numbers[-1], numbers[len(numbers) // 2])
     steps = []
     for index in range(count):
-        number = (least, most, middle)[index % 3]
+        number = in_turns[index % 3]
         shapes = [some[(index + place + 2 * own) % len(some)] for place in range(number)]
         if misfits and index % 2:
             shapes[-1] = MISFIT
@@ -133,6 +232,9 @@ def train_pair(
     num_steps: int = 3,  # to train
     evaluate_at: Collection[int] = (1, 2),
     layers: int = 1,  # of each chunk
+    kind: str = "core",  # of layers
+    others: Others | None = None,  # stages that are not there
+    most: int = MOST_MICRO_BATCHES,  # in a step
     misfits: bool = False,  # let some packs fit no capacity
     even: bool = False,  # take packs with even numbers of rows alone
     shared_embeddings: bool = False,
@@ -145,7 +247,8 @@ def train_pair(
 
     Buckets of gradients are reduced in the same order.
     """
-    cut.start()
+    if others is None:
+        cut.start()
     seed_streams()
     rig.forget_metrics()  # which are of as many layers as an earlier model had
     options = dataclasses.replace(rig.OPTIONS, layers=layers * cut.stages * cut.chunks, heads=4)
@@ -156,10 +259,10 @@ def train_pair(
         plugin = {"cp_sizes": cp_sizes, "capacities": (), **capacity, **(plugin or {})}
         transformer = {"calculate_per_token_loss": True, **(transformer or {})}
     megagraph.install(rig.graph_config(**(plugin or {})))
-    make = partial(Trainer, cut, options, transformer=transformer, ddp=ddp or {})
+    make = partial(Trainer, cut, options, transformer=transformer, ddp=ddp or {}, kind=kind, others=others)
     pair = [make(shared_embeddings=shared_embeddings, aligned=aligned) for _ in range(2)]
     schedule = schedule_of(pair[0].models[0])
-    steps = steps_of(schedule, num_steps, misfits=misfits, even=even)
+    steps = steps_of(schedule, num_steps, misfits=misfits, even=even, most=most)
     if cut.context_parallel > 1:
         steps = [[_shared(micro, cut.context_parallel) for micro in micros] for micros in steps]
     if cp_sizes:
@@ -183,6 +286,14 @@ def train_pair(
     megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return reports
+
+
+@makes_groups
+def train_alone(*, cut: Cut, stage: int, **options: Any) -> list[dict[str, Any]]:
+    """As `train_pair()`: a stage of a longer pipeline, in Megatron's order."""
+    with alone(cut, stage) as others:
+        reports: list[dict[str, Any]] = train_pair(cut=cut, others=others, **options)
+        return reports
 
 
 @makes_groups

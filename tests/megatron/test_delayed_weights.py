@@ -54,8 +54,11 @@ def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ..
         assert graphed.report["replays"] > 0
 
 
+@engines
 @pytest.mark.parametrize("delays", HOW)
-def test_eager_micro_batches_between_graphed_ones_make_their_own(delays: str) -> None:
+def test_eager_micro_batches_between_graphed_ones_make_their_own(
+    delays: str, engine: bool, deterministic_engine: None
+) -> None:
     """One in each step fits no capacity; and all of a step while graphs are suspended."""
 
     def around(_trainer: Any, index: int) -> contextlib.AbstractContextManager[None]:
@@ -67,8 +70,8 @@ def test_eager_micro_batches_between_graphed_ones_make_their_own(delays: str) ->
 
     misfit = Micro(lengths=parallel_jobs.MISFIT)
     steps = [[*micros[:1], misfit, *micros[1:]] for micros in steps_of(STEPS, fills=False)]
-    graphed = train(steps, "graph", delays=delays, around=around)
-    assert_same_bits(train(steps, "eager", delays=delays), graphed)
+    graphed = train(steps, "graph", delays=delays, around=around, engine=engine)
+    assert_same_bits(train(steps, "eager", delays=delays, engine=engine), graphed)
     assert set(graphed.report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES", "SUSPENDED"}
     assert graphed.report["failures"] == []
 

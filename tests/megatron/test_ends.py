@@ -16,9 +16,12 @@ from unittest import mock
 
 import context_jobs
 import megatron_rig as rig
+import moe_rig
+import overlap_rig
 import pytest
 import torch
 import worlds
+from overlap_rig import OverlapTrainer
 from run_scripts import TRAINING
 from streams import make_groups
 from torch import distributed
@@ -31,12 +34,15 @@ from megagraph.report import read_report
 SECONDS = 240  # imports of all ranks
 COMMAND = "run"
 WAYS = ("released", "destroyed", "forgotten", "raised")
+OVERLAPPED = "overlapped"  # of experts whose exchange of rows overlaps; else as forgotten
+KEPT: list[Any] = []  # until the process has ended
 # On a GPU whether it ends is a matter of chance, so that each way has jobs of its own, of twenty seconds.
 needs_two = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs or none")
 ON_GPU = [
     pytest.param([COMMAND], marks=needs_two),
-    *([way] for way in WAYS),
+    *([way] for way in (*WAYS, OVERLAPPED)),
     *(pytest.param([way], marks=pytest.mark.soak) for way in WAYS for _ in range(4)),
+    *(pytest.param([OVERLAPPED], marks=pytest.mark.soak) for _ in range(19)),
 ]
 # Documents of 16 tokens on rank 0 and of 15 on rank 1, four to a pack: each learns a capacity of its own.
 SCRIPT = TRAINING.replace("n % 20 + 5", "16 - int(os.environ['RANK'])").replace(
@@ -46,7 +52,9 @@ END = "from megagraph.log import log; log.info('one line'); log.warning('a warni
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ways", ON_GPU if rig.ON_GPU else [(COMMAND, "forgotten", "raised")], ids="-".join)
+@pytest.mark.parametrize(
+    "ways", ON_GPU if rig.ON_GPU else [(COMMAND, OVERLAPPED, "forgotten", "raised")], ids="-".join
+)
 def test_a_job_of_two_ranks(ways: Sequence[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     code, out, log = run_two_ranks(tmp_path, ways)
@@ -102,6 +110,18 @@ def fail(*_args: Any) -> None:
     raise RuntimeError("on purpose")
 
 
+def train_overlapped() -> None:
+    """Leaves graphs of a model whose ranks exchange rows beside them."""
+    make_groups(expert_model_parallel_size=2)
+    megagraph.install(rig.graph_config(cuda_graph_modules=overlap_rig.SCOPES))
+    with moe_rig.experts_on_cpu():
+        trainer = OverlapTrainer(expert_model_parallel_size=2, overlap_moe_expert_parallel_comm=True)
+        KEPT.append(trainer)
+        for micros in overlap_rig.steps_of(4):
+            rig.step(trainer, micros)
+    rig.ran(rig.report_of(trainer), WARMING_UP=overlap_rig.COUNTS[0] * overlap_rig.CALLS)
+
+
 def train_and_end(way: str) -> None:
     """Ends a job whose graphs hold communicators of several sizes."""
     trainer = context_jobs.new_trainer()
@@ -132,8 +152,11 @@ def main(folder: Path, way: str) -> None:
         backend = "nccl" if rig.ON_GPU else "gloo"
         distributed.init_process_group(backend, store=names, rank=rank, world_size=size)
     with megatron_on_cpu():
-        make_groups()
-        train_and_end(way)
+        if way == OVERLAPPED:
+            train_overlapped()
+        else:
+            make_groups()
+            train_and_end(way)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from moe_rig import ExpertTrainer
 from overlap_rig import CALLS, COUNTS, OF_LAYERS, OverlapTrainer, in_nodes, raising
 from same_bits import assert_same_bits
 from streams import make_groups, seeded
+from test_overlap_alone import ON_GPU, engines
 from torch import distributed
 from worlds import on_ranks
 
@@ -33,10 +34,10 @@ if permutation_sorts():  # else it permutes into shapes that only the device kno
     SCOPES.append(("attn", "moe_router", "moe_preprocess"))
 
 
-def steps_of(rank: int) -> list[list[Micro]]:
-    """Packs of this rank's own; one has a mask in two, and on rank 1 one between others fits no capacity."""
+def steps_of(rank: int, number: int) -> list[list[Micro]]:
+    """Packs of this rank's own; one has a mask in two, and on rank 1 some between others fit no capacity."""
     shapes, steps = parallel_jobs.SHAPES, list[list[Micro]]()
-    for count in COUNTS:
+    for count in itertools.islice(itertools.cycle(COUNTS), number):
         numbers = range(len(steps) * 4, len(steps) * 4 + count)
         steps.append(
             [
@@ -48,30 +49,35 @@ def steps_of(rank: int) -> list[list[Micro]]:
                 for it in numbers
             ]
         )
-    if rank == 1:
-        steps[2][1] = Micro(lengths=parallel_jobs.MISFIT)
+    for of_misfit in steps[2 :: 4 * len(COUNTS)] if rank == 1 else ():
+        of_misfit[1] = Micro(lengths=parallel_jobs.MISFIT)
     return steps
 
 
+@pytest.mark.parametrize("number", [4, pytest.param(100, marks=[pytest.mark.gpu, pytest.mark.soak])])
+@engines
 @pytest.mark.parametrize("scopes", SCOPES, ids="+".join)
-@on_ranks(2)
+@on_ranks(2, timeout_seconds=500)
 @moe_rig.experts_on_cpu()
-def test_training_with_overlap_has_the_bits_of_training_without(scopes: tuple[str, ...]) -> None:
+def test_training_with_overlap_has_the_bits_of_training_without(
+    scopes: tuple[str, ...], engine: bool, number: int
+) -> None:
     """Bugs: such a model was in no report, and Megatron's nodes route rows that its mask names."""
     rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
     make_groups(**sizes)
-    train = partial(
-        rig.train, steps=steps_of(rank), make=seeded(OverlapTrainer), evaluate_at=(1, 2, 3), **sizes
-    )
+    steps = steps_of(rank, number)
+    given = {"steps": steps, "make": seeded(OverlapTrainer), "evaluate_at": (1, 2, 3), "engine": engine}
+    train = partial(rig.train, **given, **sizes)
     config, overlap = partial(rig.graph_config, cuda_graph_modules=scopes), {OVERLAP: True}
     without = train(config(mode="eager"))
     eager = train(config(mode="eager"), **overlap)
     assert_same_bits(without, eager)
     graphed = train(config(), **overlap)
     assert_same_bits(eager, graphed)
-    misfits = {"TOO_MANY_SEQUENCES": CALLS} if rank == 1 else {}
+    are_misfits = sum(micro.lengths == parallel_jobs.MISFIT for micros in steps for micro in micros)
+    misfits = {"TOO_MANY_SEQUENCES": are_misfits * CALLS} if rank == 1 else {}
     evaluated = EVALUATED * COUNTS[0] * CALLS
-    calls = sum(COUNTS) * CALLS + evaluated - sum(misfits.values())
+    calls = sum(map(len, steps)) * CALLS + evaluated - sum(misfits.values())
     warm_up = 2 * COUNTS[0] * CALLS  # a step of each kind
     assert eager.report["eager"] == {"DISABLED": calls, **misfits}
     rig.ran(graphed.report, calls - warm_up, WARMING_UP=warm_up, **misfits)
@@ -109,37 +115,57 @@ def test_a_step_that_raises_in_any_node_of_both_ranks_leaves_the_next_one_right(
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": len(steps[0]) * CALLS}
 
 
+REDUCES = {"overlap_grad_reduce": True, "bucket_size": 4000}
+REDUCED = ("gradients", "parameters")
 # Of two ranks: what they share beside the experts, of the model and of DDP.
 SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Micro]]] = {
+    "experts alone": ({}, {}, Micro),
     "rows": (
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
         {},
         Micro,
     ),
     "packs": ({"context_parallel_size": 2}, {}, SharedMicro),
-    "gradients": ({}, {"overlap_grad_reduce": True, "bucket_size": 4000}, Micro),
+    "gradients": ({}, REDUCES, Micro),
+    "parameters": ({}, {**REDUCES, "use_distributed_optimizer": True, "overlap_param_gather": True}, Micro),
 }
 
 
-@pytest.mark.parametrize(("what", "delays"), [*((what, "") for what in SHARED), ("gradients", "unfused")])
+@pytest.mark.parametrize(
+    ("what", "delays", "engine"),
+    [
+        *((what, "", False) for what in [*SHARED][1:]),
+        *((what, "unfused", False) for what in REDUCED),
+        *(
+            pytest.param(what, delays, True, marks=[*ON_GPU, rig.needs_engine])
+            for what in ("experts alone", *REDUCED)
+            for delays in ("fused", "unfused")
+        ),
+    ],
+)
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
-def test_ranks_that_share_more_than_experts(what: str, delays: str) -> None:
+def test_ranks_that_share_more_than_experts(what: str, delays: str, engine: bool) -> None:
+    """And make late gradients, one micro-batch of which fits no capacity."""
     config, ddp, kind = SHARED[what]
     sizes = {"expert_model_parallel_size": 2, **config}
     make_groups(**{name: size for name, size in sizes.items() if name.endswith("_size")})
-    own = distributed.get_rank() if what == "gradients" else 0
+    own = 0 if config else distributed.get_rank()
     steps = [
         [kind(lengths=(4 * (1 + (index + it + own) % 4), 8), seed=10 * index + it) for it in range(count)]
         for index, count in enumerate(COUNTS)
     ]
-    train = partial(rig.train, steps=steps, make=seeded(OverlapTrainer), ddp=ddp, **sizes)
+    misfits = {"TOO_MANY_SEQUENCES": CALLS} if delays else {}
+    if delays:
+        steps[2][1] = Micro(lengths=parallel_jobs.MISFIT, seed=own)
+    given = {"steps": steps, "make": seeded(OverlapTrainer), "ddp": ddp, "engine": engine}
+    train = partial(rig.train, **given, **sizes)
     plugin = partial(rig.graph_config, cuda_graph_modules=("attn", "moe_router"))
     without = train(plugin(mode="eager"), delays=delays and f"{delays} at once")
     for mode in ("eager", "graph"):
         overlapped = train(plugin(mode=mode), delays=delays, **{OVERLAP: True})
         assert_same_bits(without, overlapped, mode)
-    rig.ran(overlapped.report, WARMING_UP=COUNTS[0] * CALLS)
+    rig.ran(overlapped.report, WARMING_UP=COUNTS[0] * CALLS, **misfits)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pipeline_jobs
 import pytest
 import torch
 from mla_rig import mla_config
+from pipeline_jobs import LATE, OF_ENGINE
 from torch import distributed
 from worlds import World, Worlds, on_ranks
 
@@ -84,6 +85,25 @@ def test_bits(worlds: Worlds, name: str) -> None:
     if "emptied" in name and options["cut"].chunks > 1 and not frees_after_sending():
         pytest.skip("this release frees what it still sends: eager differs from run to run")
     check(worlds.of(ranks).run(pipeline_jobs.train_pair, **options))
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        *[(1, "core"), (0, LATE), (3, LATE)],
+        *(pytest.param(stage, "core", marks=pytest.mark.soak) for stage in (0, 2, 3)),
+        *(pytest.param(stage, LATE, marks=pytest.mark.soak) for stage in (1, 2)),
+        *(pytest.param(stage, OF_ENGINE, marks=[pytest.mark.gpu, rig.needs_engine]) for stage in range(4)),
+    ],
+)
+def test_any_stage_whose_exchange_of_rows_overlaps(world2: World, stage: int, kind: str) -> None:
+    """Of four, which two ranks run without the others: forwards, backwards, and late gradients."""
+    config = {**OVERLAPPED["transformer"], "variable_seq_lengths": False}
+    if kind == OF_ENGINE:
+        config |= {"normalization": "RMSNorm", "moe_grouped_gemm": True}
+    given = {**OVERLAPPED, "transformer": config, "ddp": {"delay_wgrad_compute": kind != "core"}}
+    given |= {"cut": Cut(stages=4, chunks=2, expert_parallel=2), "stage": stage, "kind": kind}
+    check(world2.run(pipeline_jobs.train_alone, layers=2, most=12, evaluate_at=(1,), **given))
 
 
 @on_ranks(2)

@@ -312,13 +312,16 @@ class Worlds:
         return [code for world in made.values() for code in world.codes]
 
 
-def on_ranks(size: int, *, tensor_parallel: int = 1) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    size: int, *, tensor_parallel: int = 1, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of what each of some ranks does, given what the test is parametrized with."""
+    how: dict[str, Any] = {"tensor_parallel": tensor_parallel, "timeout_seconds": timeout_seconds}
 
     def decorate(of_each_rank: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(of_each_rank)
         def test(worlds: Worlds, **arguments: Any) -> None:
-            worlds.of(size).run(test, tensor_parallel=tensor_parallel, **arguments)
+            worlds.of(size).run(test, **how, **arguments)
 
         worlds, *_ = inspect.signature(test, follow_wrapped=False).parameters.values()
         given = inspect.signature(of_each_rank)
