@@ -22,7 +22,6 @@ OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
 AROUND_BAR = 15.0  # us a micro-batch
 LAST_BAR = 10.0  # us a layer
-PACE_BAR = 0.5  # of a thread's free pace
 NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
 # The rows of these are one unpacked document.
 RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
@@ -34,10 +33,10 @@ RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
 }
 OPTIONS = model_options(1024, layers=layers.LAYERS, tokens=layers.TOKENS)
 PARTS: Parts = {
-    "own": partial(layers.measure_stacks, OPTIONS),
+    "own": partial(layers.measure_stack, OPTIONS),
     "banks": layers.measure_banks,
     "calls": costs.measure_calls,
-    "costs": partial(costs.measure_costs, OPTIONS),
+    "last": partial(costs.measure_last, OPTIONS),
     **{name: partial(rival, OPTIONS) for name, rival in RIVALS.items()},
 }
 
@@ -45,30 +44,21 @@ PARTS: Parts = {
 def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
     """Each pass of a layer against each rival, the share that is the plugin's own, and what is beside.
 
-    Beside: a layer in a step's last micro-batch, and what of a micro-batch is not its layers.
+    Beside: what of a micro-batch is not its layers.
     """
-    graphed, everyone = own["stack"]["graphed"], {"eager": own["stack"]["eager"], **rivals}
-    last, figures, lasts = own["last"], list[Figure](), list[Figure]()
+    graphed, everyone, figures = own["graphed"], {"eager": own["eager"], **rivals}, list[Figure]()
     for phase, bar in BARS.items():
         ours, bare = graphed[phase], graphed[f"bare {phase}"]
-        layer = f"host time of a graphed layer, {phase}"
-        share = f"own share over bare cudaGraphLaunch, {phase}"
-        middle = timed(f"{layer}, median", ours, "us", bar=bar, floor=median(bare))
-        least = Figure(name=f"{layer}, fastest", value=min(ours), unit="us", floor=min(bare))
+        layer = f"host time of a graphed layer, {phase}, median"
+        share = f"own share over bare cudaGraphLaunch, {phase}, median"
+        middle = timed(layer, ours, "us", bar=bar, floor=median(bare))
         figures += [
-            *beside_each(middle, everyone, partial(_read, phase, median)),
-            *beside_each(least, everyone, partial(_read, phase, min)),
-            _own_share(f"{share}, median", ours, bare, bar=OWN_SHARE_BAR),
-            Figure(name=f"{share}, fastest", value=min(ours) - min(bare), unit="us"),
+            *beside_each(middle, everyone, lambda times, phase=phase: median(times[phase])),  # type: ignore[misc]
+            _own_share(share, ours, bare, bar=OWN_SHARE_BAR),
         ]
-        title = f"{layer}, last micro-batch with overlap_grad_reduce"
-        eager, least_us = median(last["eager"][phase]), median(last["graphed"][f"bare {phase}"])
-        rival = {"rival": "eager", "rival_value": eager, "floor": least_us}
-        lasts.append(timed(title, last["graphed"][phase], "us", **rival))
     without, bare, what = graphed[NO_ENGINE], graphed["bare backward"], f"{WITHOUT_ENGINE}, median"
     return [
         *figures,
-        *lasts,
         timed(f"host time of a graphed layer, {what}", without, "us", floor=median(bare)),
         _own_share(f"own share over bare cudaGraphLaunch, {what}", without, bare),
         timed("autograd's own call, a backward pass of one node", graphed["engine"], "us"),
@@ -76,10 +66,6 @@ def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
         timed("a micro-batch's pack read and decided on", graphed["decided"], "us"),
         timed("both, of many micro-batches in a row", graphed["in a row"], "us", bar=AROUND_BAR),
     ]
-
-
-def _read(phase: str, pick: Callable[[list[float]], float], times: Answer) -> float:
-    return pick(times[phase])
 
 
 def _own_share(name: str, ours: list[float], bare: list[float], **more: Any) -> Figure:
@@ -129,19 +115,13 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
     return figures
 
 
-def cost_figures(measured: Answer) -> list[Figure]:
-    """The last micro-batch, other threads."""
-    last, thread = measured["last"], measured["thread"]
+def last_figures(last: Answer) -> list[Figure]:
     title = "last micro-batch with overlap_grad_reduce, backward of a layer"
-    figures = [
+    return [
         timed(f"{title}: own share", last["own"], "us", bar=LAST_BAR),
         timed(f"{title}: all of it, median", last["backward"], "us", floor=median(last["bare"])),
         timed(f"{title}: DDP's part, for each gradient by itself, median", last["megatron"], "us"),
     ]
-    title = "Python thread while a forward waits for the launch queue"
-    free = f"{title}: pace / its free one"
-    pace = Figure(name=free, value=thread["share"], unit="1", bar=PACE_BAR, better="higher")
-    return [*figures, pace, Figure(name=f"{title}: the wait", value=thread["waited"], unit="s")]
 
 
 def measure(measurement: Measurement) -> None:
@@ -151,5 +131,5 @@ def measure(measurement: Measurement) -> None:
         return layer_figures(ask("own"), {name: try_part(__name__, name) for name in RIVALS})
 
     measurement.take("layers", beside_rivals)
-    for part, figures_of in {"banks": bank_figures, "calls": call_figures, "costs": cost_figures}.items():
+    for part, figures_of in {"banks": bank_figures, "calls": call_figures, "last": last_figures}.items():
         measurement.take(part, lambda part=part, figures_of=figures_of: figures_of(ask(part)))  # type: ignore[misc]

@@ -48,14 +48,8 @@ def figures_of(case: StepCase, ours: Answer, rivals: Mapping[str, Answer]) -> li
     floors = [launched + outside[step] for launched, step in zip(bare, order, strict=True)] if bare else []
     others = {SAME_PACKS: {"walls": ours["eager"]}, UNPATCHED: unpatched}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
-    step = f"{case.name}: step"
-    floor, lowest = (median(floors), min(floors)) if floors else (None, None)
-    middle = timed(f"{step}, median", graphed, "ms", floor=floor)
-    least = Figure(name=f"{step}, fastest", value=min(graphed), unit="ms", floor=lowest)
-    figures = [
-        *beside_each(middle, others, lambda answer: median(answer["walls"])),
-        *beside_each(least, others, lambda answer: float(min(answer["walls"]))),
-    ]
+    middle = timed(f"{case.name}: step, median", graphed, "ms", floor=median(floors) if floors else None)
+    figures = beside_each(middle, others, lambda answer: median(answer["walls"]))
     if floors:
         over, title = ratios(graphed, floors), f"{case.name}: floor"
         figures += [

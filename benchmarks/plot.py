@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a training step: `python -m benchmarks.plot` writes docs/images/step.svg from its result.
+"""Draws results: `python -m benchmarks.plot` writes a training step, and nodes of two layers, to docs/images.
 
-Needs matplotlib (`pip install --group plot`) and no GPU. The same result gives the same bytes.
+Needs matplotlib (`pip install --group plot`) and no GPU. The same results give the same bytes.
 """
 
+import contextlib
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.bench_delayed_weights import TIMELINE
 from benchmarks.measuring.results import RESULTS, Figure, read_result
 
-IMAGE = Path("docs/images/step.svg")
+IMAGES = Path("docs/images")
 OURS = "megagraph"
 _COLOURS = ("#1b6ca8", "#d98324", "#8a8d91", "#6a994e", "#9d4edd", "#c1121f")
+_EXCHANGES = ("moe_dispatch", "moe_combine")  # the nodes on the communication stream
 
 
 def rows_of(figures: Sequence[Figure]) -> dict[str, dict[str, float]]:
@@ -27,18 +31,35 @@ def rows_of(figures: Sequence[Figure]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
-    """Draws a group of bars for each step."""
+def nodes_of(figures: Sequence[Figure]) -> dict[str, dict[str, float]]:
+    """When each node begins and ends, in ms."""
+    nodes: dict[str, dict[str, float]] = {}
+    for figure in figures:
+        node, _, what = figure.name.removeprefix(f"{TIMELINE}, ").partition(": ")
+        if figure.name.startswith(TIMELINE):
+            nodes.setdefault(node, {})[what] = figure.value
+    return nodes
+
+
+@contextlib.contextmanager
+def _drawn(path: Path, bars: int) -> Iterator[tuple[Any, Any]]:
+    """A figure with room for some bars, and its axes; saves it in the end."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    everyone = list(dict.fromkeys(who for row in rows.values() for who in row))
     with pyplot.style.context(["default", {"svg.hashsalt": OURS, "svg.fonttype": "none", "font.size": 9}]):
-        figure, axes = pyplot.subplots(
-            figsize=(10, 1 + 0.3 * sum(map(len, rows.values()))), layout="constrained"
-        )
+        figure, axes = pyplot.subplots(figsize=(10, 1 + 0.3 * bars), layout="constrained")
+        yield figure, axes
+        pyplot.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def draw(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draws a group of bars for each step."""
+    everyone = list(dict.fromkeys(who for row in rows.values() for who in row))
+    with _drawn(path, sum(map(len, rows.values()))) as (figure, axes):
         top, ticks, legend = 0.0, [], {}
         for row in rows.values():
             for place, (who, value) in enumerate(row.items()):
@@ -50,11 +71,24 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
         axes.set_yticks(ticks, ["\n".join(textwrap.wrap(name, 60)) for name in rows])
         axes.set(title="forward_backward_func of a training step, median", xlabel="ms")
         figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False)
-        pyplot.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+
+
+def draw_nodes(nodes: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draws a bar for each node, coloured by its stream, in the order in which they begin."""
+    names = sorted(nodes, key=lambda name: -nodes[name]["begins"])
+    with _drawn(path, len(nodes)) as (figure, axes):
+        for stream, colour in zip(("compute", "communication"), _COLOURS, strict=False):
+            own = [name for name in names if name.startswith(_EXCHANGES) == (stream == "communication")]
+            begins = [nodes[name]["begins"] for name in own]
+            takes = [nodes[name]["ends"] - begin for name, begin in zip(own, begins, strict=True)]
+            axes.barh([*map(names.index, own)], takes, 0.85, begins, color=colour, label=f"{stream} stream")
+        axes.set_yticks(range(len(names)), names)
+        axes.set(title=TIMELINE, xlabel="ms")
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
 if __name__ == "__main__":
-    source = Path(os.environ.get("OUT", RESULTS), "step.json")
-    draw(rows_of(read_result(source).figures), IMAGE)
-    print(f"wrote {IMAGE}", flush=True)
+    folder = Path(os.environ.get("OUT", RESULTS))
+    draw(rows_of(read_result(folder / "step.json").figures), IMAGES / "step.svg")
+    draw_nodes(nodes_of(read_result(folder / "delayed_weights.json").figures), IMAGES / "nodes.svg")
+    print(f"wrote {IMAGES}", flush=True)

@@ -2,6 +2,7 @@
 """What benchmarks measure and how they report it; the measuring itself needs a GPU."""
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ sys.path.append(str(ROOT))  # benchmarks are not installed
 
 from benchmarks import plot  # noqa: E402
 from benchmarks.measuring import children, results  # noqa: E402
-from benchmarks.measuring.clocks import MIB, STEP, read_timeline  # noqa: E402
+from benchmarks.measuring.clocks import MIB, PART, STEP, read_timeline  # noqa: E402
 from benchmarks.measuring.results import RESULTS, Figure, Measurement, read_result, write_result  # noqa: E402
 from benchmarks.subjects import costs, layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
@@ -59,23 +60,22 @@ STEPS |= {"unpatched": {"walls": TIMES, "order": [0, 1, 2], "kernels_ms": 5.0}, 
 STEPS |= {"reserved": 104 * MIB, "outside_before": 10 * MIB, "outside": 12 * MIB, "slots": 4}
 SAME = {"losses": 0, "gradients": 0, "report": REPORT}
 LAST = dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES)
-CAPTURE = {
-    **{"graphs": 48, "capture_seconds": 0.48, "nodes": [1, 2], "all_nodes": 72, "own_bytes": MIB},
-    "seconds": dict.fromkeys(BENCHMARKS["capture"].PHASES, 0.01),
-}
+CAPTURE = {"graphs": 48, "seconds": 0.48}
+OVERLAP = dict.fromkeys(("walls", "host_us"), [TIMES] * 4) | {"launches": [9.0] * 4, "share": [0.5] * 4}
+OVERLAP |= {"products": [60] * 4, "memory": dict.fromkeys(overlap.MEMORY, MIB)}
+_NODES = itertools.product(("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine"), overlap.PASSES)
+OVERLAP |= {"nodes": {" ".join(names): (0.0, 9.0) for names in _NODES}}
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
-    "ep_overlap": dict.fromkeys(("walls", "host_us"), [TIMES] * 4)
-    | {"launches": [9.0] * 4, "share": [0.5] * 4}
-    | {"memory": dict.fromkeys(overlap.MEMORY, MIB)},
+    **dict.fromkeys(("ep_overlap", "delayed_weights"), OVERLAP),
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
     "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }
 PARTS: dict[tuple[str, str], dict[str, Any]] = {
-    ("replay", "own"): {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
+    ("replay", "own"): {"graphed": LAYER, "eager": LAYER},
     ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
     ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
-    ("replay", "costs"): {"last": LAST, "thread": {"share": 0.9, "waited": 1.5}},
+    ("replay", "last"): LAST,
     ("capture", "own"): dict.fromkeys(
         map(str, BENCHMARKS["capture"].HIDDEN), dict.fromkeys(BENCHMARKS["capture"].CAPACITIES, CAPTURE)
     ),
@@ -131,7 +131,7 @@ def test_every_committed_figure_is_still_measured(measured: Callable[[str], Meas
     committed = {f.name for f in read_result(published).figures} if published.exists() else set()
     assert {of for of in committed if not of.endswith(SOAKED)} <= {f.name for f in result.figures}
     wall_clock = [f for f in result.figures if re.search(r", median|host time|GPU time|bandwidth", f.name)]
-    assert all(f.p10 is not None for f in wall_clock if not f.name.endswith("fastest"))
+    assert all(f.p10 is not None for f in wall_clock)
     bars = Counter(f.name for f in result.figures if f.bar is not None)
     assert set(bars.values()) <= {1}, "of several rivals' rows one carries the bar"
 
@@ -149,9 +149,15 @@ def test_figures_of_soak_tests_and_of_a_whole_job_are_there() -> None:
         assert any(re.fullmatch(re.escape(row).replace(r"\.\.\.", r"\d+"), name) for name in names), row
 
 
-def test_the_drawing_finds_its_figures() -> None:
+def test_the_drawings_find_their_figures(measured: Callable[[str], Measurement], tmp_path: Path) -> None:
     rows = plot.rows_of(read_result(RESULTS / "step.json").figures)
     assert len(rows) >= 5 and all(plot.OURS in row and len(row) > 1 for row in rows.values())
+    nodes = plot.nodes_of(measured("delayed_weights").figures)
+    assert nodes == {name: {"begins": 0.0, "ends": 9e-3} for name in OVERLAP["nodes"]}
+    drawn = tmp_path / "nodes.svg"
+    plot.draw_nodes(nodes, drawn)
+    text = drawn.read_text()
+    assert all(name in text for name in (*nodes, "compute stream", "communication stream"))
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -309,12 +315,14 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
         return {"ph": "X", "cat": cat, "name": name, **times}
 
     events = [event("user_annotation", STEP, *span) for span in ((-9, -1), (0, 30))]
+    events += [event("user_annotation", f"{PART}one", 0, 10), event("user_annotation", f"{PART}two", 12, 21)]
     events += [event("cuda_runtime", "cudaGraphLaunch", 1, 2, 1), event("cuda_runtime", "launch", 20, 21, 2)]
     events += [event("cuda_runtime", "cudaGraphLaunch", -3, -2, 3), event("kernel", "of the first", 3, 4, 3)]
     events += [event("kernel", "a", 5000, 9000, 1), event("kernel", "b", 14000, 16000, 1)]
     events += [event("kernel", "beside b", 15000, 17000, 1), event("kernel", "c", 24000, 25000, 2)]
     timeline = read_timeline({"traceEvents": events})
     assert [work.is_graphed for work in timeline.work] == [True, True, True, False]
+    assert [work.part for work in timeline.work] == ["one", "one", "one", "two"]
     assert (timeline.kernels_ms(), timeline.busy_ms(), timeline.eager_ms()) == (9, 8, 1)
     assert (timeline.launches, timeline.share_beside("beside")) == (2, 0.5)
     with pytest.raises(ValueError, match="found none"):

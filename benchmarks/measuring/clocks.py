@@ -105,6 +105,7 @@ def outside_bytes() -> int:
 
 
 STEP = "benchmark: step"  # the profiler's range of a step
+PART = "benchmark: part "  # begins the name of a range of a part of it; parts are not nested
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _CALLS = frozenset(("cuda_runtime", "cuda_driver"))
 
@@ -116,6 +117,7 @@ class Span(NamedTuple):
     end: float
     is_graphed: bool
     name: str
+    part: str = ""  # in which it was launched
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,18 @@ def read_timeline(trace: Mapping[str, Any]) -> Timeline:
     if not steps:
         raise ValueError(f"expected a trace with ranges {STEP!r}, found none")
     start, end = max(steps)
+    parts = sorted(
+        (*_span(it), it["name"].removeprefix(PART)) for it in ranges if it["name"].startswith(PART)
+    )
     calls = {_correlation(event): event for event in events if event.get("cat") in _CALLS}
     calls.pop(None, None)
     work, launches = [], set[Any]()
     for event in events:
         if event.get("cat") in _DEVICE:
             call = calls.get(_correlation(event), event)  # what launched it
-            if start <= _span(call)[0] <= end:
-                work.append(Span(*_span(event), "GraphLaunch" in call["name"], event["name"]))
+            if start <= (at := _span(call)[0]) <= end:
+                part = next((name for begin, over, name in parts if begin <= at <= over), "")
+                work.append(Span(*_span(event), "GraphLaunch" in call["name"], event["name"], part))
                 launches.add(_correlation(event))
     return Timeline(sorted(work), len(launches))
 

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training around replayed layers costs: a step's last micro-batch, other threads while the launch queue
-is full, and what the patch adds to a model call that runs eager.
-"""
+"""What training around replayed layers costs: a step's last micro-batch, and a model call that runs eager."""
 
 import contextlib
 import functools
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
@@ -26,8 +22,6 @@ from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 
 LAST_ROUNDS = 200  # reductions take turns with the host, so that a last micro-batch varies most
 DOCUMENTS = 8  # of the capacity
-SLEEP_CYCLES = 4_000_000_000  # some two seconds on the GPU
-LAUNCHES = 8000  # more than any launch queue holds
 
 
 def measure_last(options: ModelOptions) -> Answer:
@@ -37,6 +31,7 @@ def measure_last(options: ModelOptions) -> Answer:
     `megatron` registers every gradient one by one with DDP, which reduces full buckets; `engine` is a
     backward pass of a single node that does nothing, and `bare` the same graphs launched by a loop in C.
     """
+    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
     trainer = captured(options, ddp={"overlap_grad_reduce": True})
     ddp, replays = trainer.model, Replays(trainer)
     bank, hidden, grad = replays.bank, replays.hidden, replays.grad
@@ -68,52 +63,6 @@ def measure_last(options: ModelOptions) -> Answer:
         return dict(phases_us(sample, repeats=LAST_ROUNDS, divisor=len(layers)))
     finally:
         end_reductions(ddp)
-
-
-class _Counting(threading.Thread):
-    count, is_over = 0, False
-
-    def run(self) -> None:
-        while not self.is_over:
-            self.count += 1
-
-
-def measure_thread(options: ModelOptions) -> Answer:
-    """The pace of a Python thread while a forward waits for the launch queue, as a share of its free one.
-
-    `waited`: how long that forward took, in seconds.
-    """
-    replays = Replays(captured(options))
-    loader = _Counting(daemon=True)
-
-    def counted(call: Callable[[], object]) -> tuple[float, float]:
-        start, before = time.perf_counter(), loader.count
-        call()
-        seconds = time.perf_counter() - start
-        return seconds, (loader.count - before) / seconds
-
-    loader.start()
-    try:
-        torch.cuda.synchronize()
-        _, free = counted(lambda: time.sleep(0.2))
-        torch.cuda._sleep(SLEEP_CYCLES)
-        forwards = []
-        for _ in range(LAUNCHES // len(replays.bank.sites)):
-            with replays.micro_batch():
-                forwards.append(counted(lambda: replays.bank.replay_all(replays.hidden)))
-        torch.cuda.synchronize()
-    finally:
-        loader.is_over = True
-        loader.join()
-    waited, pace = max(forwards)
-    return {"share": pace / free, "waited": waited}
-
-
-def measure_costs(options: ModelOptions) -> Answer:
-    """All of them, of a stack like that of `layers.py`."""
-    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
-    measured = {"last": measure_last, "thread": measure_thread}
-    return {name: measure(options) for name, measure in measured.items()}
 
 
 # -- calls that run eager --------------------------------------------------------------------------

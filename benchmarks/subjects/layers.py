@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import Call, Phases, host_seconds, in_turns, phases_us, wall_ms
+from benchmarks.measuring.clocks import Phases, host_seconds, in_turns, phases_us, wall_ms
 from benchmarks.measuring.results import differences
 from benchmarks.subjects.hosts import check_replays, install_for, on_side_stream, prepare_rival
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
@@ -93,19 +93,12 @@ def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
-def time_layers(
-    forward: Callable[[Tensor], Tensor],
-    options: ModelOptions,
-    *,
-    repeats: int = 30,
-    before: Call = lambda: None,
-) -> Answer:
+def time_layers(forward: Callable[[Tensor], Tensor], options: ModelOptions, *, repeats: int = 30) -> Answer:
     """Host times of a stack's passes for each layer, by `forward` and `backward`, the device idle before."""
     hidden = hidden_states(options.max_tokens, options.hidden)
     grad = torch.randn_like(hidden) * 1e-3
 
     def sample() -> Phases:
-        before()
         outs: list[Tensor] = []
         forward_seconds = host_seconds(lambda: outs.append(forward(hidden)))
         backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
@@ -120,7 +113,7 @@ def _run_plain(modules: Sequence[Any], hidden: Tensor) -> Tensor:
     return hidden
 
 
-def eager_times(trainer: Trainer, packs: Sequence[Pack], *, before: Call = lambda: None) -> Answer:
+def eager_times(trainer: Trainer, packs: Sequence[Pack]) -> Answer:
     """A trainer's layers, called one after another as its block does."""
     arguments = layer_arguments(trainer, packs)
     layers = list(trainer.chunk.decoder.layers)
@@ -130,7 +123,7 @@ def eager_times(trainer: Trainer, packs: Sequence[Pack], *, before: Call = lambd
             hidden, _context = layer(hidden_states=hidden, **arguments)
         return hidden
 
-    return time_layers(run, trainer.options, before=before)
+    return time_layers(run, trainer.options)
 
 
 class _OneTensor(nn.Module):
@@ -249,7 +242,7 @@ def end_reductions(ddp: Any) -> None:
         group.reset()
 
 
-def _time_replays(trainer: Trainer, before: Call) -> Answer:
+def _time_replays(trainer: Trainer) -> Answer:
     """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
     `bare`: the same graphs launched by a loop in C; `decided`: the micro-batch's pack read and decided on;
@@ -268,7 +261,6 @@ def _time_replays(trainer: Trainer, before: Call) -> Answer:
                 pass
 
     def sample() -> Phases:
-        before()
         hot = host_seconds(micro_batches) / MICRO_BATCHES
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -303,24 +295,13 @@ def _time_replays(trainer: Trainer, before: Call) -> Answer:
     return dict(answer)
 
 
-def _measure_stack(options: ModelOptions, ddp: dict[str, Any] | None) -> Answer:
-    trainer = captured(options, ddp=ddp)
-    before: Call = partial(end_reductions, trainer.model) if ddp else lambda: None
-    graphed = _time_replays(trainer, before)
-    before()  # whole steps follow
-    with disable_cuda_graphs_this_step():
-        eager = eager_times(trainer, [a_pack(options.max_tokens)] * 2, before=before)
-    return {"graphed": graphed, "eager": eager}
-
-
-def measure_stacks(options: ModelOptions) -> dict[str, Answer]:
-    """A stack in micro-batches that are not a step's last (`stack`) and in those that are (`last`).
-
-    The latter with `overlap_grad_reduce`: DDP hears of each gradient, and reduces each full bucket.
-    """
+def measure_stack(options: ModelOptions) -> dict[str, Answer]:
+    """A stack in micro-batches that are not a step's last, `graphed` and `eager`."""
     install_for(options.max_tokens, 8, cuda_graph_warmup_steps=1)
-    ddps = {"stack": None, "last": {"overlap_grad_reduce": True}}
-    return {name: _measure_stack(options, ddp) for name, ddp in ddps.items()}
+    trainer = captured(options)
+    graphed = _time_replays(trainer)
+    with disable_cuda_graphs_this_step():
+        return {"graphed": graphed, "eager": eager_times(trainer, [a_pack(options.max_tokens)] * 2)}
 
 
 # Name to (variants, slots).

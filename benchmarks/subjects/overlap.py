@@ -7,22 +7,27 @@ time on its stream, forward and backward: it shows what can lie under compute, a
 
 import contextlib
 import functools
+import itertools
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 import megagraph
 from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import PART, Timeline
 from benchmarks.subjects.hosts import check_replays, install
 from benchmarks.subjects.packs import MICRO_BATCHES
 from benchmarks.subjects.steps import Schedule, StepCase, StepTrainer, expert_layers, without_collection
 
 _STAND_IN = "spin_kernel"  # as the profiler names what `torch.cuda._sleep` runs
 _CYCLES = 1 << 24  # some ten milliseconds
+_PRODUCTS = re.compile("gemm|gemv|nvjet|xmma", re.IGNORECASE)  # kernels of matrix products, by their names
 
 
 @functools.cache
@@ -80,18 +85,26 @@ ALLOCATED, POOLS = "peak memory of tensors outside of graphs in these", "pools o
 MEMORY = RESERVED, RESERVED_LATER, ALLOCATED, POOLS
 WARM_UP_STEPS = 6  # the fourth captures
 ROUNDS = 4  # of each distinct step
+# Of nodes of plans, and the methods that run them.
+PASSES = {"forward": "_forward", "backward": "_backward", "weights": "backward_dw"}
 
 
 class _OverlapTrainer(StepTrainer):
     """Times the host beside the wall of a step."""
 
-    def __init__(self, options: Any, *, overlaps: bool, **further: Any) -> None:
-        self._overlaps, self.host_ms = overlaps, 0.0
-        super().__init__(options, wrap=self._on_host, **further)
+    def __init__(self, options: Any, *, overlaps: bool, delays: bool, is_fused: bool, **further: Any) -> None:
+        self._overlaps, self._delays, self._is_fused, self.host_ms = overlaps, delays, is_fused, 0.0
+        super().__init__(options, wrap=self._on_host, ddp={"delay_wgrad_compute": delays}, **further)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         config.overlap_moe_expert_parallel_comm = self._overlaps  # which it refuses for one rank
-        return super().make_chunk(config, spec)
+        config.delay_wgrad_compute = self._delays
+        chunk = super().make_chunk(config, spec)
+        module: Any
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = self._is_fused
+        return chunk
 
     def _on_host(self, schedule: Schedule) -> Schedule:
         def on_host(**arguments: Any) -> Any:
@@ -118,20 +131,74 @@ def _waits() -> Iterator[list[float]]:
         yield waited
 
 
+@contextlib.contextmanager
+def _parts_of_layers() -> Iterator[None]:
+    """Passes of layers' nodes are parts of the step; those of a layer beside another have a number."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan as Layer
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    numbers, number, run = itertools.count(1), 0, Layer.run
+    # Before the first plan there are none.
+    kinds = [kind for kind in ScheduleNode.__subclasses__() if hasattr(kind, "backward_dw")]
+
+    def numbered(f_layer: Any, b_layer: Any, *args: Any, **given: Any) -> Any:
+        nonlocal number
+        number = 0 if f_layer is None or b_layer is None else next(numbers)
+        return run(f_layer, b_layer, *args, **given)
+
+    def part(pass_of: Callable[..., Any], way: str) -> Callable[..., Any]:
+        def noted(node: Any, *args: Any) -> Any:
+            with record_function(f"{PART}{number} {node.name} {way}"):
+                return pass_of(node, *args)
+
+        return noted
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Layer, "run", staticmethod(numbered)))
+        for kind, (way, name) in itertools.product(kinds, PASSES.items()):
+            stack.enter_context(mock.patch.object(kind, name, part(getattr(kind, name), way)))
+        yield
+
+
+def _nodes_of(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    """From when to when passes of two layers' nodes ran, in the middle of the step, by name."""
+    spans: dict[int, dict[str, list[float]]] = {}
+    for work in timeline.work:
+        number, _, name = work.part.partition(" ")
+        if number.strip("0"):
+            spans.setdefault(int(number), {}).setdefault(name, []).extend((work.start, work.end))
+    if not spans:
+        return {}
+    nodes = spans[sorted(spans)[len(spans) // 2]]
+    start = min(map(min, nodes.values()))
+    return {name: (min(times) - start, max(times) - start) for name, times in nodes.items()}
+
+
 def measure_overlap(
-    case: StepCase, way: str, *, is_engine: bool, times_us: Sequence[float], scopes: Sequence[str]
+    case: StepCase,
+    way: str,
+    *,
+    is_engine: bool,
+    times_us: Sequence[float],
+    scopes: Sequence[str],
+    delays: bool = False,
+    is_fused: bool = False,
 ) -> Answer:
     """Steps of experts of one rank, by the time that each all-to-all of hidden states takes.
 
+    With `delays` gradients of weights are made later; if `is_fused` their products add to `main_grad`.
+
     Answers lists of each such time: of its rounds `walls` and times of the host without its waits, `host_us`
-    of a micro-batch; its `launches` of a micro-batch; the `share` of the all-to-alls' time beside which
-    something else runs, 0 where they take none. And bytes of `memory`, by what they are of.
+    of a micro-batch; its `launches` of a micro-batch; the matrix `products` of a step; the `share` of the
+    all-to-alls' time beside which something else runs, 0 where they take none. And bytes of `memory`, by what
+    they are of; with the last of these times when each of two layers' `nodes` ran, in us.
     """
     mode = "graph" if way == GRAPHED else "eager"
     install(capacities=(case.capacity,), cuda_graph_modules=tuple(scopes), mode=mode)
-    trainer = _OverlapTrainer(case.model, overlaps=way != WITHOUT, **expert_layers(is_engine))
+    kind = {"overlaps": way != WITHOUT, "delays": delays, "is_fused": is_fused}
+    trainer = _OverlapTrainer(case.model, **kind, **expert_layers(is_engine))
     steps = case.batches(trainer.device)
-    found: Answer = {"walls": [], "host_us": [], "launches": [], "share": []}
+    found: Answer = {"walls": [], "host_us": [], "launches": [], "products": [], "share": []}
     with copies_for_all_to_all():
         trainer.walls_ms(steps, range(WARM_UP_STEPS))
     first = torch.cuda.max_memory_reserved()
@@ -149,12 +216,13 @@ def measure_overlap(
     later, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
     memory = {RESERVED: max(first, later), RESERVED_LATER: later, ALLOCATED: allocated}
     for us in times_us:
-        with copies_for_all_to_all(us):
+        with copies_for_all_to_all(us), _parts_of_layers():
             timeline = trainer.traced(steps[0])
         found["launches"].append(timeline.launches / MICRO_BATCHES)
+        found["products"].append(sum(bool(_PRODUCTS.search(work.name)) for work in timeline.work))
         found["share"].append(timeline.share_beside(_STAND_IN) if us else 0.0)
     if way == GRAPHED:
         report = megagraph.reports()[-1]
         check_replays(report)
         memory[POOLS] = report["pool_bytes"]
-    return {**found, "memory": memory}
+    return {**found, "memory": memory, "nodes": _nodes_of(timeline)}

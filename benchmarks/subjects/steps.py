@@ -72,13 +72,15 @@ class StepTrainer(Trainer):
         beside: bool = False,
         wrap: Wrap = None,
         spec: Any = None,
+        ddp: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
         self._wrap = wrap
         self._wrapped: Schedule | None = None
         self._wall_ms = 0.0
         with on_side_stream() if beside else contextlib.nullcontext():
-            super().__init__(options, config={"use_cpu_initialization": False, **config}, spec=spec)
+            config = {"use_cpu_initialization": False, **config}
+            super().__init__(options, config=config, spec=spec, ddp=ddp)
 
     def make_optimizer(self) -> Any:
         return SimpleNamespace(zero_grad=lambda: None)  # there is nothing beside the DDP's buffer

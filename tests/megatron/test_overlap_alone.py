@@ -20,6 +20,7 @@ from overlap_rig import (
     CALLS,
     COUNTS,
     EXCHANGES,
+    FIRST,
     NODES,
     OF_LAYERS,
     OverlapTrainer,
@@ -32,7 +33,7 @@ from same_bits import BitsDiffer, assert_same_bits
 from streams import seed_streams
 
 import megagraph
-from benchmarks.measuring.clocks import Span, Timeline
+from benchmarks.measuring.clocks import PART, Span, Timeline
 from benchmarks.subjects import overlap
 from benchmarks.subjects.overlap import keep_busy
 from benchmarks.subjects.packs import MICRO_BATCHES
@@ -336,15 +337,35 @@ def test_a_dispatch_that_does_not_wait_reads_what_is_not_there() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark itself runs on a GPU")
 def test_each_way_of_the_benchmark_is_measured(experts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = Timeline([Span(0.0, 4.0, False, "spin_kernel"), Span(1.0, 2.0, False, "compute")], launches=8)
-    monkeypatch.setattr(overlap.StepTrainer, "traced", lambda *args: timeline)
+    """Also what the profiler is told: each pass of a layer beside another's has their number."""
+    parts: list[str] = []
+
+    def traced(trainer: Any, batches: Any) -> Timeline:
+        trainer.wall_ms(batches, graphs=True)
+        beside = [Span(4.0 + at, 5.0 + at, False, "gemm", part) for at, part in enumerate(parts)]
+        work = [Span(0.0, 4.0, False, "spin_kernel"), Span(1.0, 2.0, False, "compute"), *beside]
+        return Timeline(work, launches=8)
+
+    def noted(name: str) -> Any:
+        parts.extend([name.removeprefix(PART)] if name.startswith(PART) else [])
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(overlap.StepTrainer, "traced", traced)
+    monkeypatch.setattr(overlap, "record_function", noted)
     monkeypatch.setattr(overlap, "ROUNDS", 1)
     case = step_case(64, layers=2, tokens=64)
     seed_streams()
     for way in (overlap.WITHOUT, overlap.EAGER):
+        parts.clear()
         found = overlap.measure_overlap(case, way, is_engine=False, times_us=(0, 50), scopes=("attn",))
         megagraph.uninstall()
-        assert found["launches"] == [2, 2] and found["share"] == [0, 0.25]
+        assert found["launches"] == [2, 2] and found["share"] == pytest.approx([0, 0.25])
+        assert found["products"][1] == len(parts) > 0 or way == overlap.WITHOUT
         for walls, host_us in zip(found["walls"], found["host_us"], strict=True):
             assert len(walls) == len(host_us) == overlap.ROUNDS * case.distinct_steps
             assert all(us * MICRO_BATCHES / 1e3 < wall for us, wall in zip(host_us, walls, strict=True))
+    pairs = (MICRO_BATCHES - 1) * case.model.layers
+    assert {int(part.partition(" ")[0]) for part in parts} == {0, *range(1, pairs + 1)}
+    nodes = {name.replace("attn ", f"{FIRST} ") for name in found["nodes"]}
+    assert {name.split()[0] for name in nodes} == {*OF_LAYERS}
+    assert {name.split()[0] for name in nodes if name.endswith("weights")} == {*OF_LAYERS} - {*EXCHANGES}
