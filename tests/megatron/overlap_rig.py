@@ -111,8 +111,9 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         return chunk
 
     def make_optimizer(self) -> Any:
-        is_sharded = self.model.ddp_config.overlap_param_gather
-        return ShardedSGD(self.model) if is_sharded else Descent(self.chunk)
+        if not self.model.ddp_config.overlap_param_gather:
+            return Descent(self.chunk)
+        return super().make_optimizer() if rig.ON_GPU else ShardedSGD(self.model)
 
 
 def _filled(micro: Micro) -> Micro:

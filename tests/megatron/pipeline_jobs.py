@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -50,13 +49,18 @@ class Others:
         self.begin()
 
     def begin(self) -> None:
-        self.sent: list[Tensor] = []  # to them
-        self._numbers = itertools.count()  # of what they send
+        self.taken: list[Tensor] = []  # by them, copied
+        self._given: list[Tensor] = []  # alive, since another stream may read what was made on this one
 
-    def send(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        generator = torch.Generator("cuda" if rig.ON_GPU else "cpu").manual_seed(next(self._numbers))
-        how = {"device": generator.device, "dtype": dtype, "requires_grad": True}
-        return torch.randn(*shape, generator=generator, **how)
+    def take(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self.taken.append(tensor.detach().clone())
+
+    def give(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator("cuda" if rig.ON_GPU else "cpu").manual_seed(len(self._given))
+        how: dict[str, Any] = {"device": generator.device, "dtype": dtype, "requires_grad": True}
+        self._given.append(torch.randn(*shape, generator=generator, **how))
+        return self._given[-1]
 
 
 @contextlib.contextmanager
@@ -71,11 +75,16 @@ def alone(cut: Cut, stage: int) -> Iterator[Others]:
             self.pp_group, self.config = pp_group, config
             self.virtual_pipeline_model_parallel_size = cut.chunks
 
-        def _communicate(self, *, recv_prev: bool, recv_next: bool, **given: Any) -> Any:
-            sent = (given["tensor_send_next"], given["tensor_send_prev"])
-            others.sent += [tensor.detach().clone() for tensor in sent if tensor is not None]
-            make = partial(others.send, given["tensor_shape"], self.config.pipeline_dtype)
-            return *(make() if is_asked else None for is_asked in (recv_prev, recv_next)), {}
+        def _communicate(self, *, tensor_shape: Any, **of: Any) -> Any:
+            others.take(of["tensor_send_next"])
+            others.take(of["tensor_send_prev"])
+            asked = {name: of[name] for name in ("recv_prev", "recv_next")}
+            given = [
+                others.give(tensor_shape, self.config.pipeline_dtype) if it else None for it in asked.values()
+            ]
+            is_there = torch.cuda.Event()  # also a handle of what comes
+            is_there.record()
+            return *given, {name: is_there for name, is_asked in asked.items() if is_asked}
 
     dataclasses.replace(cut, stages=1, chunks=1).start()
     state = {
@@ -125,7 +134,8 @@ class Trainer(PipelineTrainer):
         if self._others is not None:
             self._others.begin()
         results = self.step(micros, eager=eager, forward_only=forward_only)
-        sent = [] if self._others is None else self._others.sent
+        torch.cuda.synchronize()  # the schedule hands on from another stream
+        sent = [] if self._others is None else self._others.taken
         grads = {name: param.main_grad.clone() for name, param in self.named_parameters()}
         if not forward_only:
             self.update()

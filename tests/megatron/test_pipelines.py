@@ -90,7 +90,7 @@ def test_bits(worlds: Worlds, name: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [
-        *[(1, "core"), (0, LATE), (3, LATE)],
+        *[(1, "core"), pytest.param(0, LATE, marks=both), (3, LATE)],
         *(pytest.param(stage, "core", marks=pytest.mark.soak) for stage in (0, 2, 3)),
         *(pytest.param(stage, LATE, marks=pytest.mark.soak) for stage in (1, 2)),
         *(pytest.param(stage, OF_ENGINE, marks=[pytest.mark.gpu, rig.needs_engine]) for stage in range(4)),
