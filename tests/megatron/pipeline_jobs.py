@@ -287,6 +287,7 @@ def train_pair(
             assert_same_bits(one, other, f"evaluation {index}")
         one, other = (it.train(micros, eager=it is pair[0]) for it in pair)
         assert_same_bits(one, other, f"step {index}")
+        assert all(grad.any() for name, grad in one.grads.items() if "linear_proj" in name)
         assert pair[0].reduced == pair[1].reduced and set(pair[0].reduced)
     reports = megagraph.reports()[cut.chunks :]
     for report, most in zip(reports, schedule.most_in_flight, strict=bool(reports)):
