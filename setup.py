@@ -94,6 +94,7 @@ WATCH = [
     *("state_items", "state_watch", "values"),
 ]
 DECIDE = [
+    "best_capacities",
     "dispatch",
     "document_costs",
     "due_variants",

@@ -415,6 +415,14 @@ def needs_of(observed: Sequence[PackShape], extra_seqs: int = 0) -> list[int]:
     """What packs need, as csrc/decide/dispatch.h has it: tokens, usual documents, most documents."""
 
 def capacities_for(needs: Sequence[int], extra_seqs: int = 0, cp_size: int = 1) -> list[Capacity]: ...
+def best_capacities(
+    packs: Mapping[PackShape, int], *, room: tuple[int, int], multiple: int, captures: int
+) -> list[tuple[list[Capacity], int]]:
+    """At most 1, 2, ... `captures` capacities that pad packs, counted by shape, with the fewest tokens.
+
+    With these tokens, over all packs. csrc/decide/best_capacities.h says how documents count. `room`: tokens
+    and documents that the largest one has at least; `multiple`: of tokens.
+    """
 
 class StageSchedule(metaclass=_pybind11_type):
     """What Megatron's schedules make of one stage of a pipeline (csrc/decide/stage_schedule.h).
@@ -828,7 +836,8 @@ class Dispatcher(metaclass=_pybind11_type):
     def keep_eager(self, reason: EagerReason | None, gradients_reason: EagerReason | None) -> None: ...
     def set_suspended(self, is_suspended: bool) -> None: ...
     @property
-    def observed(self) -> set[PackShape]: ...
+    def observed(self) -> dict[PackShape, int]: ...
+    def count_packs(self) -> None: ...
     @property
     def states(self) -> States: ...
     @property

@@ -181,6 +181,7 @@ void bind_dispatch(py::module_& m) {
       .def("keep_eager", &Dispatcher::keep_eager, py::arg("reason"), py::arg("gradients_reason"))
       .def("set_suspended", &Dispatcher::set_suspended, py::arg("is_suspended"))
       .def_property_readonly("observed", &Dispatcher::observed)
+      .def("count_packs", &Dispatcher::count_packs)
       .def_property_readonly("states", &Dispatcher::states,
                              py::return_value_policy::reference_internal)
       .def_property_readonly("due", &Dispatcher::due, py::return_value_policy::reference_internal)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What reads packs and spreads them: megagraph/_C.pyi is its manual.
+#include "csrc/decide/best_capacities.h"
 #include "csrc/decide/pack_schedule.h"
 #include "csrc/decide/stage_schedule.h"
 #include "csrc/python/bindings.h"
@@ -127,6 +128,18 @@ void bind_packs(py::module_& m) {
   m.def("needs_of", &needs_of, py::arg("observed"), py::arg("extra_seqs") = 0);
   m.def("capacities_for", &capacities_for, py::arg("needs"), py::arg("extra_seqs") = 0,
         py::arg("cp_size") = 1);
+  m.def(
+      "best_capacities",
+      [](const std::map<PackShape, int64_t>& packs, const std::pair<int64_t, int64_t>& room,
+         int64_t multiple, int captures) {
+        std::vector<std::pair<std::vector<Capacity>, int64_t>> found;
+        for (auto& [capacities, padded] :
+             best_capacities(packs, {room.first, room.second}, multiple, captures)) {
+          found.emplace_back(capacities, padded);
+        }
+        return found;
+      },
+      py::arg("packs"), py::kw_only(), py::arg("room"), py::arg("multiple"), py::arg("captures"));
   py::class_<PackForm> form(m, "PackForm");
   form.def(py::init([](bool has_padded, bool is_aliased, std::optional<bool> pad_between_seqs,
                        bool has_seq_idx) {

@@ -161,6 +161,7 @@ std::optional<EagerReason> Dispatcher::eager_reason_of_step(bool is_skipped, boo
 py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py::object& mask,
                              bool is_mask_shared, bool is_skipped, bool are_megatrons,
                              bool is_settled) {
+  if (counts_packs_) observe(params, tokens);
   const Found found = find(params, tokens);
   if (found.against) return python_reason(found.against);
   const int64_t cp_size = found.shape.cp_size;
@@ -191,7 +192,7 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
       options_.is_eager || rules_->needs_equal_rows || (is_skipped && options_.ranks == 1);
   bool has_no_graph = false, is_due = false;
   if (!found.capacity) {
-    observed_.insert(found.shape);
+    if (!counts_packs_) ++observed_[found.shape];
     reason = EagerReason::kWarmingUp;
   } else if (!is_reference && variants_.count(key) == 0) {
     const auto why = eager_variants_.find(key);
@@ -298,6 +299,13 @@ bool Dispatcher::may_positions_go_on(const PackShape& shape) const {
   const int64_t tokens = shape.tokens * shape.cp_size;
   const bool are_cut = options_.cuts_tables && shape.cp_size == 1;
   return are_cut ? shape.max_seqlen >= tokens : shape.max_seqlen == tokens;
+}
+
+// Also of what no graph may take, as in a step without any.
+void Dispatcher::observe(const py::object& params, int64_t tokens) {
+  const int64_t cp_size = known_cp_size(params).value_or(options_.cp_size);
+  const auto shape = pack_shape(params, tokens, rules_->extra_seqs, cp_size);
+  if (shape) ++observed_[*shape];
 }
 
 // How many ranks share a pack; none where they are in another group than graphs were captured with.

@@ -32,7 +32,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <vector>
 
 #include "csrc/bank/replay/graph_bank.h"
@@ -107,8 +106,10 @@ class Dispatcher {
   bool is_unchanged();
   // The class of the last pack that a capacity may hold; None before.
   const pybind11::object& params_type() const { return params_type_; }
-  // The shapes of packs that came while capacities were to be learned.
-  const std::set<PackShape>& observed() const { return observed_; }
+  // The shapes of packs that came while capacities were to be learned, and, since `count_packs()`,
+  // of all others that were asked about: how often each came.
+  const std::map<PackShape, int64_t>& observed() const { return observed_; }
+  void count_packs() { counts_packs_ = true; }
   States& states() { return states_; }
   DueVariants& due() { return due_; }
 
@@ -152,6 +153,7 @@ class Dispatcher {
   void stage_freqs();
   Found find(const pybind11::object& params, int64_t tokens) const;
   bool may_positions_go_on(const PackShape& shape) const;
+  void observe(const pybind11::object& params, int64_t tokens);
   std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
   std::optional<EagerReason> eager_reason_of_step(bool is_skipped, bool grad) const;
   std::optional<EagerReason> lease(const MicroBatch& batch);
@@ -178,7 +180,8 @@ class Dispatcher {
   std::optional<EagerReason> refused_, reason_, gradients_reason_;
   bool is_suspended_ = false;
   std::map<int64_t, int64_t> numbers_;  // micro-batches of the step, by the ranks that share them
-  std::set<PackShape> observed_;
+  std::map<PackShape, int64_t> observed_;
+  bool counts_packs_ = false;  // all of them, for which a long run has no memory
   std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
   pybind11::object params_type_ = pybind11::none();
   Counts counts_;

@@ -269,9 +269,33 @@ def test_packs_are_observed_until_there_are_capacities() -> None:
     batch = entered(made, PACK, 6, mask=MASK)
     assert batch.capacity is None and batch.reason is EagerReason.WARMING_UP
     assert batch.sources[-1] is MASK  # what graphs are verified on is to have it, too
-    assert made.observed == {PackShape(6, 2, 4)}
+    assert made.observed == {PackShape(6, 2, 4): 1}
     assert made.eager_reason(None, 6, True) is EagerReason.NO_PACK_METADATA
     assert dispatcher(needs_equal_rows=True).eager_reason(None, 6, True) is None  # others may read theirs
+
+
+def test_packs_are_counted_on_request_whatever_becomes_of_them() -> None:
+    made = dispatcher(BANK)
+    fits, too_large = PackShape(6, 2, 4), PackShape(9, 2, 4)
+
+    def see() -> None:
+        for shape in (fits, too_large, too_large):
+            enter(made, pack_of(shape), shape.tokens)
+        assert isinstance(enter(made, None, 6), EagerReason)  # which is no pack
+
+    see()
+    assert made.observed == {}  # a long run would fill its memory
+    made.count_packs()
+    see()
+    assert made.observed == {fits: 1, too_large: 2}
+    made.refuse(DISABLED)  # as in a step that runs its packs as given
+    see()
+    assert made.observed == {fits: 2, too_large: 4}
+    learning = dispatcher()
+    learning.count_packs()
+    for _ in range(3):
+        entered(learning, PACK, 6)
+    assert learning.observed == {fits: 3}
 
 
 def test_ranks_that_need_equal_rows_pad_what_no_capacity_holds() -> None:

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capacities that pad packs least, against every choice that there is."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagraph.decide.dispatch import Capacity, PackShape, best_capacities
+
+Packs = Mapping[PackShape, int]
+# Few values, so that packs share tokens and documents.
+shapes = st.builds(
+    PackShape, tokens=st.integers(1, 7), num_seqs=st.integers(0, 4), max_seqlen=st.integers(1, 7)
+)
+packs_seen = st.dictionaries(shapes, st.integers(1, 5), min_size=1, max_size=7)
+rooms = st.tuples(st.integers(1, 9), st.integers(1, 5))
+
+
+def padded(packs: Packs, capacities: Sequence[Capacity]) -> tuple[int, int] | None:
+    """Tokens and documents; None if a pack fits none."""
+    tokens = documents = 0
+    for shape, count in packs.items():
+        fitting = [it for it in capacities if shape.exceeds(it) is None]
+        if not fitting:
+            return None
+        chosen = min(fitting)
+        tokens += count * (chosen.tokens - shape.tokens)
+        documents += count * (chosen.num_seqs - max(shape.num_seqs, 1))
+    return tokens, documents
+
+
+def every_choice(packs: Packs, room: tuple[int, int], multiple: int, most: int) -> Iterator[list[Capacity]]:
+    """That has room for larger packs."""
+    tokens = {-(-number // multiple) * multiple for number in (*(it.tokens for it in packs), room[0])}
+    documents = {max(it.num_seqs, 1) for it in packs} | {room[1]}
+    all_of_them = [
+        Capacity(tokens=rows, num_seqs=count, max_seqlen=rows) for rows, count in product(tokens, documents)
+    ]
+    for size in range(1, most + 1):
+        for some in combinations(sorted(all_of_them), size):
+            if any(it.tokens == max(tokens) and it.num_seqs >= room[1] for it in some):
+                yield [*some]
+
+
+def finds_all(packs: Packs, capacities: Sequence[Capacity]) -> bool:
+    """Whether each pack fits the one of most documents, of each number of tokens that is enough for it."""
+    most = {it.tokens: it.num_seqs for it in sorted(capacities)}
+    return all(
+        shape.num_seqs <= count
+        for shape, (tokens, count) in product(packs, most.items())
+        if shape.tokens <= tokens
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(packs=packs_seen, room=rooms, multiple=st.sampled_from([1, 2, 3]))
+def test_no_other_choice_pads_fewer_tokens_nor_as_many_with_fewer_documents(
+    packs: dict[PackShape, int], room: tuple[int, int], multiple: int
+) -> None:
+    # In pack_reader.cpp no document is longer than its pack.
+    packs = {it.replace(max_seqlen=min(it.max_seqlen, it.tokens)): count for it, count in packs.items()}
+    others = [(it, cost) for it in every_choice(packs, room, multiple, 3) if (cost := padded(packs, it))]
+    for most, (capacities, tokens) in enumerate(
+        best_capacities(packs, room=room, multiple=multiple, captures=3), start=1
+    ):
+        cost = padded(packs, capacities)
+        assert cost is not None and cost[0] == tokens
+        assert 1 <= len(capacities) <= most and capacities == sorted(capacities)
+        assert all(it.tokens % multiple == 0 and it.max_seqlen == it.tokens for it in capacities)
+        assert capacities[-1].tokens >= room[0] and capacities[-1].num_seqs >= room[1]
+        assert finds_all(packs, capacities)
+        as_large = [(it, other) for it, other in others if len(it) <= most]
+        assert tokens == min(other[0] for _it, other in as_large)
+        assert cost == min(other for it, other in as_large if finds_all(packs, it))
+
+
+def found(packs: Packs, room: tuple[int, int] = (1, 1), multiple: int = 1) -> list[list[tuple[int, int]]]:
+    choices = best_capacities(packs, room=room, multiple=multiple, captures=4)
+    return [[(it.tokens, it.num_seqs) for it in capacities] for capacities, _padded in choices]
+
+
+def test_full_packs_are_told_apart_by_their_documents() -> None:
+    packs = {PackShape(4096, documents, 9): count for documents, count in ((4, 90), (5, 9), (60, 1))}
+    assert found(packs) == [
+        [(4096, 60)],
+        [(4096, 5), (4096, 60)],
+        *[[(4096, 4), (4096, 5), (4096, 60)]] * 2,  # no fourth one is of any use
+    ]
+
+
+def test_a_capture_goes_where_most_rows_are_and_holds_what_smaller_ones_hold() -> None:
+    packs = {PackShape(100, 30, 9): 50, PackShape(900, 4, 9): 50, PackShape(1000, 4, 9): 10}
+    assert found(packs)[:3] == [
+        [(1000, 30)],
+        [(100, 30), (1000, 30)],
+        [(100, 30), (900, 30), (1000, 30)],
+    ]
+
+
+def test_room_for_larger_packs_is_a_capture_of_its_own_if_there_is_one() -> None:
+    packs = {PackShape(8000, 4, 9): 10}
+    assert found(packs, room=(8192, 8))[:2] == [[(8192, 8)], [(8000, 4), (8192, 8)]]
+    assert found({PackShape(8190, 4, 9): 1, PackShape(8100, 2, 9): 1}, multiple=128)[:2] == [
+        [(8192, 4)],
+        [(8192, 2), (8192, 4)],
+    ]
+
+
+def test_many_packs_take_no_longer_than_somebody_waits() -> None:
+    packs = {
+        PackShape(1 + number * 37 % 30_011, 1 + number % 50, 1): 1 + number % 3 for number in range(4000)
+    }
+    choices = best_capacities(packs, room=(32_768, 64), multiple=1, captures=4)
+    paddings = [padded for _capacities, padded in choices]
+    assert paddings == sorted(paddings, reverse=True) and len({*paddings}) == 4
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    one = {PackShape(4, 1, 4): 1}
+    with pytest.raises(ValueError, match="and there were none"):
+        best_capacities({}, room=(1, 1), multiple=1, captures=1)
+    with pytest.raises(ValueError, match="expected counts of at least 1, got 0"):
+        best_capacities({PackShape(4, 1, 4): 0}, room=(1, 1), multiple=1, captures=1)
+    for multiple, captures in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1, got"):
+            best_capacities(one, room=(1, 1), multiple=multiple, captures=captures)
