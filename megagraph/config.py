@@ -256,7 +256,10 @@ class GraphConfig:
         """The options that are set to something, as plain values."""
         given = {name: value for name, value in vars(self).items() if value not in (None, ())}
         plain = {name: [*map(str, it)] if isinstance(it, tuple) else it for name, it in given.items()}
-        return {name: it if isinstance(it, int | list) else str(it) for name, it in plain.items()}
+        return {
+            name: it if isinstance(it, int | list) else str(getattr(it, "value", it))
+            for name, it in plain.items()
+        }
 
     @classmethod
     def from_mapping(

@@ -304,3 +304,11 @@ def test_python_may_spell_a_value_as_toml_does(option: str, given: Any, expected
     others = {"max_seqlen_per_dp_cp_rank": 512} if option == "cuda_graph_max_packed_seqs" else {}
     found = getattr(GraphConfig(**{option: given}, **others), option)
     assert found == expected and type(found) is type(expected)
+
+
+def test_what_is_set_is_spelled_as_toml_has_it() -> None:
+    """A tail was spelled `TailConvention.EMPTY_DUMMY`, in reports too."""
+    config = GraphConfig(tail="empty-dummy", cuda_graph_modules="attn", verify=5, report="out/graphs.json")
+    given = config.spelled()
+    assert given["tail"] == "empty-dummy" and given["report"] == "out/graphs.json"
+    assert GraphConfig.from_mapping(given, source="itself") == config
