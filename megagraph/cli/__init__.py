@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import megagraph
-from megagraph.cli import demo, doctor, options, run
+from megagraph.cli import advise, demo, doctor, options, run
 from megagraph.cli.ends import ExitCode, end, ended_by, sentence
 
 __all__ = ["main"]
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_parser(commands)
     run.add_parsers(commands)
     doctor.add_parser(commands)
+    advise.add_parser(commands)
     options.add_parser(commands)
     commands.metavar = " | ".join(commands.choices)
     return parser

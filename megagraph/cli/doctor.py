@@ -19,14 +19,14 @@ from rich.text import Text
 import megagraph
 from megagraph import _C, _build_info
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.ends import ExitCode, Screen, add_json, write_json
+from megagraph.cli.ends import ExitCode, add_json, check_json, show, write_json
 from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script
 from megagraph.cli.verdict import remedy_of, verdict
 from megagraph.config import GraphConfig
 from megagraph.log import rank
 from megagraph.megatron import seams
-from megagraph.report import check_target, read_report
+from megagraph.report import read_report
 
 __all__ = ["add_parser"]
 
@@ -47,9 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _prepare(options: argparse.Namespace) -> Callable[[], int]:
-    if options.json is not None and options.json.suffix in (".py", ".toml"):
-        raise ValueError(f"--json: expected a file for the JSON, got {options.json}; for none write --json -")
-    check_target("--json", options.json)
+    check_json(options.json)
     if options.report is not None:
         if options.script is not None:
             raise ValueError(f"--report: expected this or a script, got both: {options.script}")
@@ -87,7 +85,7 @@ def _check(options: argparse.Namespace, config: GraphConfig) -> int:
     table = Table("", "found", "what to do")
     for row in findings:
         table.add_row(*map(Text, row))
-    _show(table, said)
+    show(said, table)
     return code
 
 
@@ -177,7 +175,7 @@ def _explain(json: Path | None, reports: Sequence[Mapping[str, Any]]) -> int:
     for report in reports:
         for sentence in report.get("failures", ()):
             table.add_row(Text(str(report["model"])), Text("stays eager"), "", Text(sentence))
-    _show(table, verdict(reports))
+    show(verdict(reports), table)
     return ExitCode.FINE
 
 
@@ -209,7 +207,7 @@ def _rehearse(options: argparse.Namespace, config: GraphConfig) -> int:
         )
         row = it["model"], f"{len(it['graphed'])} of {it['layers']}", "\n".join(it["stays_eager"]) or "-"
         table.add_row(*map(Text, (*row, capacities or "-", _memory(*it["pool_bytes"]))))
-    _show(table, said)
+    show(said, table)
     words = " ".join(["-m"] * options.is_module + [options.script, *options.arguments])
     print(f"to profile it (not run by doctor): {_PROFILE} --set cuda_graph_nvtx=true {words}")
     return code
@@ -224,9 +222,3 @@ def _memory(kept: int, most: int) -> str:
         if most > kept
         else f"at least {least} (a GPU tells how much more)"
     )
-
-
-def _show(table: Table, said: str) -> None:
-    screen = Screen()
-    screen.print(table)
-    screen.print(f"megagraph: {said}", markup=False, highlight=False, soft_wrap=True)

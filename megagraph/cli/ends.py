@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from megagraph.report import STANDARD_OUTPUT, write_report
+from megagraph.report import STANDARD_OUTPUT, check_target, write_report
 
-__all__ = ["ExitCode", "Screen", "add_json", "end", "ended_by", "sentence", "write_json"]
+__all__ = [
+    *("ExitCode", "Screen", "add_json", "check_json", "end", "ended_by", "sentence", "show", "write_json"),
+]
 
 
 class ExitCode(IntEnum):
@@ -53,6 +55,13 @@ def add_json(options: "argparse._ActionsContainer") -> None:
     options.add_argument("--json", type=Path, nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help=what)
 
 
+def check_json(path: Path | None) -> None:
+    """Raises `ValueError` if it cannot be written, or is the script behind a `--json` that names no file."""
+    if path is not None and path.suffix in (".py", ".toml"):
+        raise ValueError(f"--json: expected a file for the JSON, got {path}; for none write --json -")
+    check_target("--json", path)
+
+
 def write_json(command: str, path: Path, reports: Sequence[Mapping[str, Any]], /, **more: Any) -> ExitCode:
     """Writes what `--json` asks for; the exit code, with a sentence if it cannot be written."""
     try:
@@ -62,6 +71,13 @@ def write_json(command: str, path: Path, reports: Sequence[Mapping[str, Any]], /
     except OSError as error:
         return end(command, f"--json: {sentence(error)}", ExitCode.NOT_WRITTEN)
     return ExitCode.FINE
+
+
+def show(said: str, *shown: Any) -> None:
+    """Prints what a command has found, tables and lines, and one sentence last."""
+    screen = Screen()
+    for it in (*shown, f"megagraph: {said}"):
+        screen.print(it, markup=False, highlight=False, soft_wrap=isinstance(it, str))
 
 
 def end(command: str, said: str, code: ExitCode) -> ExitCode:

@@ -5,52 +5,30 @@ Nothing is captured: every layer is warmed up as before a capture, which finds w
 """
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import megagraph
-from megagraph.cli.scripts import log_to_stderr, run_script
+from megagraph.cli.scripts import EnoughError, run_steps
 from megagraph.config import GraphConfig
-from megagraph.megatron import seams
 from megagraph.megatron.graphs.model import GraphedModel
-from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.plugin import Plugin
 
 __all__ = ["rehearse"]
 
 
-class _EnoughError(BaseException):
-    """Ends the script; no Exception, which it might handle."""
-
-
 def rehearse(options: argparse.Namespace, config: GraphConfig) -> list[dict[str, Any]]:
     """What would become of each model; nothing of a script that trains none."""
-    log_to_stderr()
-    megagraph.install(dataclasses.replace(config, mode="graph", cuda_graph_warmup_steps=1, report=None))
     found: list[dict[str, Any]] = []
-    plugin = installed_plugin()
-    assert plugin is not None
 
-    def ending(schedule: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(schedule)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = schedule(*args, **kwargs)
-            if not kwargs.get("forward_only", False):
-                # Here, where the script has set up all that its models need.
-                found.extend(_look(graphs) for graphs in plugin.all_graphs())
-                raise _EnoughError
-            return result
+    def look(plugin: Plugin, step: Callable[[], Any]) -> None:
+        step()
+        # Here, where the script has set up all that its models need.
+        found.extend(_look(graphs) for graphs in plugin.all_graphs())
+        raise EnoughError
 
-        return step
-
-    with contextlib.ExitStack() as undo:
-        undo.callback(megagraph.uninstall)
-        with contextlib.ExitStack() as schedules, contextlib.suppress(_EnoughError, SystemExit):
-            for schedule in seams.SCHEDULES:
-                seams.stand_in(schedules, schedule.owner(), schedule.name, ending(schedule.function()))
-            run_script(options)
+    config = dataclasses.replace(config, mode="graph", cuda_graph_warmup_steps=1, report=None)
+    run_steps(options, config, look)
     return found
 
 

@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's training script or module, run unchanged as `__main__` by whichever command."""
+"""A user's training script or module, run unchanged as `__main__` by whichever command.
+
+To its end, or for as many training steps as the command looks at.
+"""
 
 import argparse
 import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import logging
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import megagraph
 from megagraph.cli.options import add_config_options
+from megagraph.config import GraphConfig
+from megagraph.megatron import seams
+from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.plugin import Plugin
 
-__all__ = ["add_script", "check_script", "log_to_stderr", "run_script"]
+__all__ = ["EnoughError", "add_script", "check_script", "log_to_stderr", "run_script", "run_steps"]
+
+# Runs a training step, a function without arguments, and returns what that does.
+_Around = Callable[[Plugin, Callable[[], Any]], Any]
+
+
+class EnoughError(BaseException):
+    """Ends a script in `run_steps()`; no Exception, which the script might handle."""
 
 
 def add_script(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
@@ -66,6 +84,33 @@ def run_script(options: argparse.Namespace) -> None:
                 runpy.run_path(name, run_name="__main__")
     finally:
         sys.argv, sys.path[:] = outer
+
+
+def run_steps(options: argparse.Namespace, config: GraphConfig, around: _Around) -> list[dict[str, Any]]:
+    """Runs a script under the plugin, each training step in `around`, to its end or until that says enough.
+
+    Returns what every model did.
+    """
+    log_to_stderr()
+    megagraph.install(config)
+    plugin = installed_plugin()
+    assert plugin is not None
+
+    def wrapped(schedule: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(schedule)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(schedule, *args, **kwargs)
+            return run() if kwargs.get("forward_only", False) else around(plugin, run)
+
+        return step
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(megagraph.uninstall)
+        with contextlib.ExitStack() as schedules, contextlib.suppress(EnoughError, SystemExit):
+            for schedule in seams.SCHEDULES:
+                seams.stand_in(schedules, schedule.owner(), schedule.name, wrapped(schedule.function()))
+            run_script(options)
+        return plugin.reports()
 
 
 def log_to_stderr() -> None:

@@ -81,6 +81,16 @@ doctor -m gone.module -> -m: expected a module, found none named gone.module
 run -m gone.module -> -m: expected a module, found none named gone.module
 run -m script.py/ -> -m: expected a module, found none named script.py/
 run -m -> the following arguments are required: script
+advise -> the following arguments are required: script
+advise gone.py -> expected a script, gone.py is no file
+advise -m gone.module -> -m: expected a module, found none named gone.module
+advise --steps 23 script.py -> --steps: expected at least 24, got 23
+advise --steps {big} script.py -> --steps: expected at most 100000, got {big}
+advise --steps many script.py -> argument --steps: invalid int value: 'many'
+advise --json script.py other.py -> --json: expected a file for the JSON, got script.py; for none write
+advise --json folder script.py -> --json: expected a file, folder is a folder
+advise --set mode=fast script.py -> --set: mode: expected one of graph, eager, off, got 'fast'
+advise --config gone.toml script.py -> --config: expected a TOML file, gone.toml is no file
 config --schema --markdown -> argument --markdown: not allowed with argument --schema
 config script.py -> unrecognized arguments: script.py
 report -> the following arguments are required: file

@@ -135,6 +135,15 @@ class Dispatcher(_C.Dispatcher):
                 f"max_seqlen of {capacity.tokens * cp_size}, got {capacity.max_seqlen}"
             )
 
+    def needs(self) -> list[int]:
+        """Of the packs that were observed, and of those to come: as `needs_of()`, or as the schedule says."""
+        needs = needs_of([*self.observed], self._tail.extra_seqs)
+        if (
+            self.expected_tokens > 1 and self.observed
+        ):  # then no pack has more, but for those that already had
+            needs[0] = max(self.expected_tokens, *(shape.tokens for shape in self.observed))
+        return needs
+
     def learn(self, max_over_ranks: MaxOverRanks) -> None:
         """Before a step: learns capacities from packs of the warm-up, once that of all ranks is over.
 
@@ -144,10 +153,7 @@ class Dispatcher(_C.Dispatcher):
         extra_seqs, sizes, warm = self._tail.extra_seqs, self._context.sizes, self.due.warmed_up
         self._evaluations += bool(warm)
         is_warm = any(kind.grad for kind in warm) or self._evaluations >= _PATIENCE
-        needs, observed = needs_of([*self.observed], extra_seqs), [*self.observed]
-        if self.expected_tokens > 1 and observed:  # then no pack has more, but for those that already had
-            needs[0] = max(self.expected_tokens, *(shape.tokens for shape in observed))
-        somebody_waits, tokens, *num_seqs = max_over_ranks([int(not is_warm), *needs])
+        somebody_waits, tokens, *num_seqs = max_over_ranks([int(not is_warm), *self.needs()])
         if somebody_waits:
             self._waited += is_warm
             if is_warm and self._waited == _PATIENCE:
