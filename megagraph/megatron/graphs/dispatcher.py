@@ -71,9 +71,7 @@ class Dispatcher(_C.Dispatcher):
         self.masks_at_entry = masks_tail and pads_at_entry
         self._tail, self._context = config.tail, context
         self._waited = self._evaluations = 0  # steps
-        self.expected_tokens = (
-            0  # of a rank's share of a pack, as the schedule was told; 0 or 1 if it was not
-        )
+        self.expected_tokens = 0  # of a rank's share of a pack, as the schedule says; 0 or 1 if it does not
         largest = context.sizes[-1]
         for each in config.all_capacities(largest):
             if each.max_seqlen > each.tokens * largest:
@@ -138,9 +136,8 @@ class Dispatcher(_C.Dispatcher):
     def needs(self) -> list[int]:
         """Of the packs that were observed, and of those to come: as `needs_of()`, or as the schedule says."""
         needs = needs_of([*self.observed], self._tail.extra_seqs)
-        if (
-            self.expected_tokens > 1 and self.observed
-        ):  # then no pack has more, but for those that already had
+        if self.expected_tokens > 1 and self.observed:
+            # No pack has more, but for those that already had.
             needs[0] = max(self.expected_tokens, *(shape.tokens for shape in self.observed))
         return needs
 
