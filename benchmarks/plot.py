@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws results: `python -m benchmarks.plot` writes a training step, and nodes of two layers, to docs/images.
+"""Draws results: `python -m benchmarks.plot` writes a step, gains, and nodes of two layers to docs/images.
 
 Needs matplotlib (`pip install --group plot`) and no GPU. The same results give the same bytes.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_delayed_weights import TIMELINE
+from benchmarks.bench_gain import GAIN, HIDDEN, TOKENS, name_of
 from benchmarks.measuring.results import RESULTS, Figure, read_result
 
 IMAGES = Path("docs/images")
@@ -39,6 +40,12 @@ def nodes_of(figures: Sequence[Figure]) -> dict[str, dict[str, float]]:
         if figure.name.startswith(TIMELINE):
             nodes.setdefault(node, {})[what] = figure.value
     return nodes
+
+
+def gains_of(figures: Sequence[Figure]) -> list[list[float]]:
+    """How many times as fast graphed steps are, by hidden size and by tokens of a pack."""
+    values = {figure.name: figure.value for figure in figures}
+    return [[values[f"{name_of(hidden, tokens)}: {GAIN}"] for tokens in TOKENS] for hidden in HIDDEN]
 
 
 @contextlib.contextmanager
@@ -87,8 +94,23 @@ def draw_nodes(nodes: Mapping[str, Mapping[str, float]], path: Path) -> None:
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
+def draw_gains(gains: Sequence[Sequence[float]], path: Path) -> None:
+    """Draws a field for each hidden size and length of packs, darker the more graphs gain there."""
+    with _drawn(path, 2 * len(gains)) as (_figure, axes):
+        axes.imshow(gains, cmap="Blues", vmin=1, aspect="auto")
+        middle = (1 + max(map(max, gains))) / 2
+        for place, row in enumerate(gains):
+            for column, gain in enumerate(row):
+                colour = "white" if gain > middle else "black"
+                axes.text(column, place, f"{gain:.2f}", ha="center", va="center", color=colour)
+        axes.set_xticks(range(len(TOKENS)), [f"{tokens:,}" for tokens in TOKENS])
+        axes.set_yticks(range(len(HIDDEN)), HIDDEN)
+        axes.set(title="An eager step / a graphed one", xlabel="tokens of a pack", ylabel="hidden size")
+
+
 if __name__ == "__main__":
     folder = Path(os.environ.get("OUT", RESULTS))
     draw(rows_of(read_result(folder / "step.json").figures), IMAGES / "step.svg")
     draw_nodes(nodes_of(read_result(folder / "delayed_weights.json").figures), IMAGES / "nodes.svg")
+    draw_gains(gains_of(read_result(folder / "gain.json").figures), IMAGES / "gain.svg")
     print(f"wrote {IMAGES}", flush=True)

@@ -68,6 +68,7 @@ OVERLAP |= {"nodes": {" ".join(names): (0.0, 9.0) for names in _NODES}}
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
     **dict.fromkeys(("ep_overlap", "delayed_weights"), OVERLAP),
+    "gain": dict.fromkeys(map(str, BENCHMARKS["gain"].TOKENS), STEPS),
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
     "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }
@@ -154,10 +155,12 @@ def test_the_drawings_find_their_figures(measured: Callable[[str], Measurement],
     assert len(rows) >= 5 and all(plot.OURS in row and len(row) > 1 for row in rows.values())
     nodes = plot.nodes_of(measured("delayed_weights").figures)
     assert nodes == {name: {"begins": 0.0, "ends": 9e-3} for name in OVERLAP["nodes"]}
-    drawn = tmp_path / "nodes.svg"
+    drawn, gains = tmp_path / "nodes.svg", plot.gains_of(measured("gain").figures)
     plot.draw_nodes(nodes, drawn)
     text = drawn.read_text()
     assert all(name in text for name in (*nodes, "compute stream", "communication stream"))
+    plot.draw_gains(gains, drawn)
+    assert {*itertools.chain(*gains)} == {1.0} and drawn.read_text().count("1.00") == 4 * 3
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 import argparse
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,8 +209,10 @@ def _rehearse(options: argparse.Namespace, config: GraphConfig) -> int:
         row = it["model"], f"{len(it['graphed'])} of {it['layers']}", "\n".join(it["stays_eager"]) or "-"
         table.add_row(*map(Text, (*row, capacities or "-", _memory(*it["pool_bytes"]))))
     show(said, table)
-    words = " ".join(["-m"] * options.is_module + [options.script, *options.arguments])
-    print(f"to profile it (not run by doctor): {_PROFILE} --set cuda_graph_nvtx=true {words}")
+    given = ["--config", str(options.config)] if options.config is not None else []
+    given += [word for each in (*options.set, "cuda_graph_nvtx=true") for word in ("--set", each)]
+    words = shlex.join([*given, *["-m"] * options.is_module, options.script, *options.arguments])
+    print(f"to profile it (not run by doctor): {_PROFILE} {words}")
     return code
 
 

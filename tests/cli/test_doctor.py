@@ -3,6 +3,7 @@
 
 import json
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,17 @@ def test_a_script_runs_one_step_and_its_layers_are_told_apart(
     (sentence,) = model["stays_eager"]
     assert sentence.startswith("layer 1 (TransformerLayer) stays eager (FOREIGN_HOOK): ")
     assert abs(2 * model["pool_bytes"][0] - least) < 1024
+
+
+@pytest.mark.megatron
+def test_how_to_profile_a_script_has_the_options_that_were_given(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, script = str(files.toml()), str(files.script(TRAINING))
+    given = ["--config", config, "--set", "verify=off"]
+    assert main(["doctor", *given, script, "9", "print('the end')"]) == 0
+    words = shlex.join([*given, "--set", "cuda_graph_nvtx=true", script, "9", "print('the end')"])
+    assert capsys.readouterr().out.endswith(f" python -m megagraph run {words}\n")
 
 
 @pytest.mark.megatron
