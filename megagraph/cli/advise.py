@@ -20,9 +20,9 @@ from megagraph.cli.ends import ExitCode, add_json, check_json, show, write_json
 from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script, run_steps
 from megagraph.cli.trial import FEWEST_STEPS, Trial
-from megagraph.cli.verdict import verdict
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
+from megagraph.decide.reasons import verdict
 from megagraph.log import rank
 from megagraph.report import versions
 

@@ -23,8 +23,8 @@ from rich.table import Table
 
 import megagraph
 from megagraph.cli.ends import ExitCode, Screen, write_json
-from megagraph.cli.verdict import verdict
 from megagraph.config import GraphConfig
+from megagraph.decide.reasons import verdict
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import load_documents
 from megagraph.demo.packs import Pack, stream_packs

@@ -16,8 +16,8 @@ import megagraph
 from megagraph.cli.ends import Screen, add_json, write_json
 from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
-from megagraph.cli.verdict import saved, verdict
 from megagraph.config import GraphConfig
+from megagraph.decide.reasons import saved, verdict
 from megagraph.log import rank
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.report import (

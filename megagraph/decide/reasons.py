@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call runs eager: the closed list of reasons."""
+"""Why a call runs eager: the closed list of reasons, what to do about each, and a run in one line."""
 
 import enum
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["EagerReason", "Why"]
+__all__ = ["REMEDIES", "EagerReason", "Why", "remedy_of", "saved", "verdict"]
 
 
 class EagerReason(enum.IntEnum):
@@ -38,3 +41,92 @@ class EagerReason(enum.IntEnum):
 
 # With what is the matter, in words.
 Why = tuple[EagerReason, str]
+
+# How each reason's section of docs/reasons.md begins.
+REMEDIES: Mapping[EagerReason, str] = {
+    EagerReason.DISABLED: "you asked for it",
+    EagerReason.WARMING_UP: "nothing to do in the first steps",
+    EagerReason.NO_PACK_METADATA: "pass the pack",
+    EagerReason.TOO_MANY_SEQUENCES: "raise cuda_graph_max_packed_seqs",
+    EagerReason.TOO_MANY_TOKENS: "raise max_seqlen_per_dp_cp_rank",
+    EagerReason.SEQUENCE_TOO_LONG: "raise or drop max_seqlen",
+    EagerReason.CP_SIZE_NOT_CAPTURED: "set cp_sizes, and take groups from megagraph.context_groups(cp_sizes)",
+    EagerReason.SIGNATURE_CHANGED: "give every micro-batch the same dtype and form of pack, "
+    "and pass attention_mask=None",
+    EagerReason.NO_FREE_SLOT: "run the backward first, raise cuda_graph_slots, "
+    "or keep a clone instead of a tensor of ours",
+    EagerReason.SCOPE_UNSUPPORTED: "change what the log and the report name",
+    EagerReason.RECOMPUTING: "turn full recompute off, or keep the model eager",
+    EagerReason.CAPTURE_FAILED: "make the line capturable that the row stays eager names",
+    EagerReason.ADDRESS_MOVED: "put suspend() and resume() around the moves",
+    EagerReason.GROUP_DISAGREED: "look at the other ranks' reasons",
+    EagerReason.NESTING: "call each layer once, in order",
+    EagerReason.NUMERICS_CHANGED: "nothing to do if it is rare",
+    EagerReason.PARAMETERS_CHANGED: "nothing to do if it is rare",
+    EagerReason.FOREIGN_HOOK: "remove the hook, or accept that layer eager",
+    EagerReason.SHARED_PARAMETER: "accept that layer eager",
+    EagerReason.RNG_NOT_GRAPH_SAFE: "let Megatron's tracker keep generators (use_cudagraphable_rng), "
+    "or set dropout to 0",
+    EagerReason.SUSPENDED: "call resume() when the phase is over",
+    EagerReason.RELEASED: "nothing to do",
+    EagerReason.STATE_CHANGED: "nothing to do if it is rare",
+    EagerReason.VERIFY_FAILED: "look for state that no guard can see, and please report it",
+    EagerReason.EXPERT_OVERLAP: "ask for plans inside of Megatron's schedule, "
+    "and do not override the model's forward",
+}
+
+# What packs had most of, by the reason that it was too much for: key of the report, and in words.
+_NEEDED = {
+    "TOO_MANY_SEQUENCES": ("num_seqs", "packs held up to {}"),
+    "TOO_MANY_TOKENS": ("tokens", "packs had up to {} tokens"),
+    "SEQUENCE_TOO_LONG": ("max_seqlen", "documents had up to {} tokens"),
+}
+
+
+def verdict(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The line, of all models of a run together."""
+    calls, replays = (sum(report[key] for report in reports) for key in ("calls", "replays"))
+    eager: Counter[str] = Counter()
+    for report in reports:
+        eager.update(report["eager"])
+    if not calls:
+        return (
+            "nothing replayed: no GPTModel or HybridModel ran a forward through get_forward_backward_func()"
+        )
+    begins = f"{_percent(replays, calls)} of layer calls replayed" if replays else "nothing replayed"
+    # A warm-up is the rest of every run: it counts if there is nothing else.
+    others = Counter({name: count for name, count in eager.items() if name != EagerReason.WARMING_UP.name})
+    if not others and replays:
+        return f"{begins}; the rest warmed up" if eager else begins
+    ((reason, count),) = (others or eager).most_common(1)
+    what = f"{_percent(count, calls)} eager, {reason}: {remedy_of(reason, reports)}"
+    return f"{begins}{'; ' if replays else ': '}{what}"
+
+
+def saved(times: Mapping[str, Any]) -> str:
+    """What graphs save the host in a step, if eager ones were timed in the warm-up; else nothing."""
+    eager, graphed = (times.get(kind, {}).get("host_ms") for kind in ("eager", "graphed"))
+    if not eager or not graphed:
+        return ""
+    told = ("{1:.1f} ms ({0:.1f} to {2:.1f})".format(*it) for it in (eager, graphed))
+    return "forward and backward of a step kept the host for {} eager, {} graphed".format(*told)
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down: all is said of all alone."""
+    return f"{100 * part // whole} %" if 100 * part >= whole else "under 1 %"
+
+
+def remedy_of(reason: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    """What to do, with the numbers that would have done, or what was found."""
+    remedy = REMEDIES[EagerReason[reason]] if reason in EagerReason.__members__ else "see docs/reasons.md"
+    models = [report for report in reports if reason in report["eager"]]
+    if reason in _NEEDED:
+        key, words = _NEEDED[reason]
+        most = max((needed[key] for it in models if (needed := it.get("most_needed"))), default=0)
+        if not most:
+            return remedy
+        enough = 1 << (most - 1).bit_length() if key == "num_seqs" else most
+        return f"{remedy} to {enough} ({words.format(most)})"
+    found = [it["failures"][0] for it in models if it.get("failures")]
+    return f"{remedy} ({found[0]})" if found else remedy

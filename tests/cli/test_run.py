@@ -179,6 +179,7 @@ def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixtur
 
     document = json.loads(report.read_text())
     assert (document["steps"], document["config"]["cuda_graph_warmup_steps"]) == (5, 1)
+    assert document["verdict"] in err
     assert document["versions"]["torch"] == str(torch.__version__)
     # The first step, of a model that nobody knows yet, is not measured.
     (times,) = document["times"].values()

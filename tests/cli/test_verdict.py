@@ -9,8 +9,7 @@ import pytest
 from run_scripts import TOML, TRAINING, Files
 
 from megagraph.cli import main
-from megagraph.cli.verdict import REMEDIES, saved, verdict
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import REMEDIES, EagerReason, saved, verdict
 
 REASONS = Path(__file__).parents[2] / "docs" / "reasons.md"
 

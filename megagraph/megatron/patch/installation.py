@@ -15,6 +15,7 @@ import torch
 
 from megagraph import _C
 from megagraph.config import GraphConfig
+from megagraph.decide.reasons import verdict
 from megagraph.log import log
 from megagraph.megatron import seams
 from megagraph.megatron.patch import experts, forwards, inside_layers, overlap
@@ -106,7 +107,8 @@ def _write_report(plugin: Plugin, first: Path | None, *, is_over: bool = True) -
     if path is None or not (is_over or is_replaced_by(path)):
         return
     reports, leases = plugin.reports(), plugin.leases()
-    more: dict[str, Any] = {"steps": plugin.training_steps, "times": plugin.clock.report()}
+    more: dict[str, Any] = {"verdict": verdict(reports), "steps": plugin.training_steps}
+    more |= {"times": plugin.clock.report()}
     more |= {"versions": versions(), "config": plugin.config.spelled()}
     more |= {"stages": plugin.stages} if plugin.stages > 1 else {}
     more |= {"leases": leases} if leases else {}
