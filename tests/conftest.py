@@ -132,6 +132,9 @@ def pytest_collection_finish() -> None:
 # models; ours are errors still.
 _CORE_WARNINGS = ("ignore::UserWarning:megatron", "ignore::DeprecationWarning:megatron")
 _MAKE_MODELS = frozenset({"cli", "megatron"})
+# Files that take the longest come first, so that nobody waits for one of them in the end.
+_LONGEST = ("ends", "dynamic_context", "overlap_alone", "model_bits", "soak", "delayed_weights", "chunks")
+_LONGEST += ("jit_fuser", "install")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -142,6 +145,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "megatron": "needs megatron-core" if megatron_core_version() is None else None,
         "soak": "runs with --soak" if not config.getoption("--soak") else None,
     }
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in _LONGEST)
     for item in items:
         if item.path.parent.name in _MAKE_MODELS:
             for core_warning in _CORE_WARNINGS:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
@@ -16,7 +17,8 @@ from leftovers import forget_loss_scale, free_models, models_in_memory
 from megatron_rig import OPTIONS, Install, Pair, forget_metrics, graph_config, metrics
 from moe_rig import experts_on_cpu
 from streams import seed_streams
-from worlds import World, Worlds
+from torch import distributed
+from worlds import OnOneDevice, World, Worlds
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -37,6 +39,9 @@ def process_group() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.distributed's own, of a group on the CPU
         logging.getLogger("megatron").setLevel(logging.ERROR)
+        distributed.distributed_c10d.ProcessGroupGloo = (
+            OnOneDevice  # or threads of 60 others look all the time
+        )
         with megatron_on_cpu():
             group = process_groups()
             group.__enter__()
@@ -144,6 +149,17 @@ def world2(worlds: Worlds) -> World:
 @pytest.fixture(scope="module")
 def world4(worlds: Worlds) -> World:
     return worlds.of(4)
+
+
+@pytest.fixture(scope="module")
+def measured(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Figures of a file of tests, written at its end if OUT names a folder."""
+    figures: list[Any] = []
+    yield figures
+    if figures and "OUT" in os.environ:
+        from benchmarks.measuring.results import publish  # which such a file has made importable
+
+        publish(Path(os.environ["OUT"], f"{request.path.stem.removeprefix('test_')}.json"), figures)
 
 
 def _ranks_end_well(worlds: Worlds) -> None:

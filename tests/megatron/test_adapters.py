@@ -76,7 +76,7 @@ def _sets_flags(pair: rig.Pair) -> bool:
     return any(isinstance(module, SwiftLinear) for module in pair.graphed.chunk.modules())
 
 
-ROUNDS = 50 if rig.ON_GPU else 8
+ROUNDS = 50 if rig.ON_GPU else 5
 
 _ADAPT = {
     "ours": adapt,
