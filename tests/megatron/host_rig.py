@@ -16,6 +16,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_rig import ONE, OTHER, TWO
+from model_specs import spec_of
 from offsets import offsets
 from torch import Tensor, nn
 
@@ -111,7 +112,7 @@ def _host_model(
     model_class: type, block_class: type | None, options: Any, config: Any, spec: Any = None
 ) -> nn.Module:
     """A model of these classes; of Megatron's block where no other is given."""
-    spec = rig.varlen_spec(config) if spec is None else spec
+    spec = spec_of(config) if spec is None else spec
     model: nn.Module = model_class(
         config=config,
         transformer_layer_spec=spec,

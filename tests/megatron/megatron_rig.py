@@ -2,19 +2,19 @@
 """Packs, steps and whole runs for the tests of the Megatron floor, and how two runs are compared."""
 
 import dataclasses
-import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from model_specs import asks_for_no_engine, mla_config, spec_of
 from offsets import offsets, pack_of
 from same_bits import assert_same_bits
+from streams import seed_streams
 from torch import Tensor, nn
 
 import megagraph
@@ -25,6 +25,7 @@ from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.specs import with_grouped_experts
 
 Install = Callable[..., GraphConfig]  # the fixture `install`
 VOCAB = 64
@@ -95,6 +96,19 @@ class Micro:
         generator = torch.Generator().manual_seed(self.mask_seed)
         return torch.rand(1, self.physical, generator=generator) < 0.25
 
+    def given(self, device: torch.device) -> dict[str, Any]:
+        """What a model is called with, by name."""
+        tokens, labels, _mask, _positions = (rows[None].to(device) for rows in self.row_lists())
+        padding = self.padding_mask()
+        return {
+            "input_ids": tokens,
+            "position_ids": self.position_ids().to(device),
+            "attention_mask": None,
+            "labels": labels,
+            "packed_seq_params": self.params(device),
+            **({} if padding is None else {"padding_mask": padding.to(device)}),
+        }
+
     def params(self, device: torch.device) -> Any:
         padded = None if self.padded is None else offsets(self.padded, device)
         return packed(offsets(self.lengths, device), padded, max_seqlen_q=self.longest)
@@ -127,17 +141,7 @@ def _loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def forward(model: Any, micro: Micro, device: torch.device) -> tuple[Tensor, Any]:
     """Calls the model on a micro-batch, or makes its plan. Returns the losses and what reduces them."""
-    tokens, labels, mask = (t.to(device) for t in micro.row_lists()[:3])
-    padding = micro.padding_mask()
-    losses = model(
-        input_ids=tokens[None],
-        position_ids=micro.position_ids().to(device),
-        attention_mask=None,
-        labels=labels[None],
-        packed_seq_params=micro.params(device),
-        **({} if padding is None else {"padding_mask": padding.to(device)}),
-    )
-    return losses, partial(_loss, mask=mask)
+    return model(**micro.given(device)), partial(_loss, mask=micro.row_lists()[2].to(device))
 
 
 def run_schedule(
@@ -264,7 +268,11 @@ class ModelTrainer(Trainer):
         self,
         *,
         options: ModelOptions = OPTIONS,
+        kinds: str = "",  # of its layers: `E` has experts, `-` has none
         pattern: str = "",  # of a HybridModel, a MambaModel before 0.18; of a GPTModel there is none
+        mla: str = "",  # which multi-latent attention, of `model_specs.KINDS`
+        engine: bool = False,  # layers of Transformer Engine's modules
+        is_grouped: bool = False,  # experts that never wait for the device
         prepare: Callable[[Any], Any] = lambda chunk: None,  # done to the model before DDP sees it
         arguments: Callable[[Any], dict[str, Any]] = lambda config: {},  # further ones of the model
         config: dict[str, Any] | None = None,
@@ -272,11 +280,17 @@ class ModelTrainer(Trainer):
         spec: Any = None,
         **changes: Any,  # of the model's shape, or else of Megatron's config
     ) -> None:
-        self._pattern, self._prepare, self._arguments = pattern, prepare, arguments
+        self._kinds, self._pattern, self._engine, self._is_grouped = kinds, pattern, engine, is_grouped
+        self._prepare, self._arguments = prepare, arguments
         self.counts: list[Tensor] = []
-        shape = {"layers": len(pattern.split("/")[0])} if pattern else {}
+        if engine:
+            seed_streams()
+        layers = pattern.split("/")[0] or kinds
+        shape = {"layers": len(layers)} if layers else {}
+        shape |= {"heads": 4} if mla and not pattern else {}
         shape |= {name: changes.pop(name) for name in _SHAPE & changes.keys()}
-        config = {"finalize_model_grads_func": self._finalize, **(config or {}), **changes}
+        config = {**(mla_config(mla) if mla else {}), **(config or {}), **changes}
+        config = {"finalize_model_grads_func": self._finalize, **config}
         super().__init__(dataclasses.replace(options, **shape), config=config, ddp=ddp, spec=spec)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
@@ -284,15 +298,16 @@ class ModelTrainer(Trainer):
 
         given = {"vocab_size": self.options.vocab, "max_sequence_length": self.options.max_tokens}
         given |= {"position_embedding_type": "rope", **self._arguments(config)}
+        kind: Any = GPTModel
+        if self._pattern:
+            forward, _stack = seams.hybrid_seams() or ()
+            old = forward is seams.MAMBA_FORWARD
+            given["hybrid_override_pattern" if old else "hybrid_layer_pattern"] = self._pattern
+            kind = forward.owner()
         with asks_for_no_engine():
-            if self._pattern:
-                forward, _stack = seams.hybrid_seams() or ()
-                old = forward is seams.MAMBA_FORWARD
-                given["hybrid_override_pattern" if old else "hybrid_layer_pattern"] = self._pattern
-                spec = megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec
-                chunk = forward.owner()(config, spec, **given)
-            else:
-                chunk = GPTModel(config, varlen_spec(config) if spec is None else spec, **given)
+            if spec is None:
+                spec = spec_of(config, self._kinds, self._pattern, engine=self._engine)
+            chunk: nn.Module = kind(config, with_grouped_experts(spec) if self._is_grouped else spec, **given)
         self._prepare(chunk)
         return chunk
 
@@ -321,26 +336,6 @@ class ModelTrainer(Trainer):
 HybridTrainer = partial(ModelTrainer, pattern=HYBRID_PATTERN)
 
 
-def asks_for_no_engine() -> AbstractContextManager[object]:
-    """Without Transformer Engine, multi-latent attention of 0.16.1 takes it for there, and asks for it."""
-    mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    return mock.patch.object(mla, "HAVE_TE", isinstance(mla.TELinear, type))
-
-
-def varlen_spec(config: Any, **given: Any) -> Any:
-    """Our spec of a block, as Megatron's config asks for it."""
-    if config.multi_latent_attention:
-        given |= {"multi_latent_attention": True, "normalization": "RMSNorm"}
-    return megagraph.get_gpt_block_varlen_spec(config, qk_layernorm=config.qk_layernorm, **given)
-
-
-def te_layer_spec(**given: Any) -> Any:
-    """Megatron's layer of Transformer Engine's modules; takes what Megatron's function takes."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    return get_gpt_layer_with_transformer_engine_spec(**given)
-
-
 def around_mlps(wrapper: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
     def prepare(chunk: Any) -> None:
         for layer in chunk.decoder.layers:
@@ -358,6 +353,11 @@ def changes_output(module: Any, change: Callable[[Tensor], Tensor]) -> None:
         return change(out), *others
 
     module.forward = forward
+
+
+def hands(module: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """From now on a module is handed by name what `change` makes of that, until the handle is removed."""
+    return module.register_forward_pre_hook(lambda _it, args, given: (args, change(given)), with_kwargs=True)
 
 
 def breaks(module: Any, when: Callable[[], bool] | None = None) -> None:

@@ -2,20 +2,19 @@
 """Models with experts for the tests of the Megatron floor, and whole runs with all that they count."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, Micro, ModelTrainer, compare_runs, te_layer_spec
+from megatron_rig import CAPACITY, Micro, ModelTrainer
+from model_specs import EXPERTS
 from torch import Tensor
 
 from megagraph.megatron.seams import permutation_sorts
-from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
 Config = dict[str, Any]
-EXPERTS = 4
 # Of every model here; core's experts take no bias.
 BASE = {
     "num_moe_experts": EXPERTS,
@@ -160,36 +159,9 @@ def experts_on_cpu() -> Iterator[None]:
         yield
 
 
-def block_spec(
-    kinds: str,  # `E` for a layer of experts, `-` for a dense one
-    *,
-    engine: bool = False,  # of Transformer Engine's modules
-    is_grouped: bool | None = None,
-    num_experts: int = EXPERTS,  # of each layer that has any
-    **attention: Any,  # further arguments of each layer's spec
-) -> Any:
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    make = te_layer_spec if engine else get_gpt_layer_varlen_spec
-    is_grouped = engine if is_grouped is None else is_grouped
-    layers = {
-        "E": make(num_experts=num_experts, moe_grouped_gemm=is_grouped, **attention),
-        "-": make(**attention),
-    }
-    if engine:
-        from megatron.core.extensions.transformer_engine import TENorm as Norm
-    else:
-        Norm = layers["-"].submodules.input_layernorm
-    return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in kinds], layer_norm=Norm)
-
-
 class ExpertTrainer(ModelTrainer):
-    def __init__(
-        self, kinds: str = "EE", *, spec: Any = None, is_grouped: bool = False, **changes: Any
-    ) -> None:
-        spec = block_spec(kinds) if spec is None else spec
-        spec = with_grouped_experts(spec) if is_grouped else spec
-        super().__init__(spec=spec, **{"layers": len(kinds), **BASE, **changes})
+    def __init__(self, kinds: str = "EE", **changes: Any) -> None:
+        super().__init__(kinds=kinds, **{**BASE, **changes})
 
 
 def tensors_of_calls(trainer: ModelTrainer) -> list[tuple[Any, str]]:
@@ -203,13 +175,6 @@ def tensors_of_calls(trainer: ModelTrainer) -> list[tuple[Any, str]]:
         for name, value in vars(owner).items()
         if isinstance(value, Tensor) and not name.endswith("_by_local_experts")
     ]
-
-
-def compare(
-    kinds: str, steps: Sequence[Sequence[Micro]], scopes: str | Sequence[str] = (), **given: Any
-) -> dict[str, Any]:
-    """Trains layers of these kinds eager and graphed, with the same bits. Returns the report."""
-    return compare_runs(steps, ExpertTrainer, {"cuda_graph_modules": scopes}, kinds=kinds, **given).report
 
 
 def can_permute(case: Config) -> bool:

@@ -15,6 +15,7 @@ import moe_rig
 import torch
 from delayed_linear import Delays
 from megatron_rig import Micro, Run
+from model_specs import block_spec
 from parallel_jobs import ShardedSGD
 from streams import seed_streams
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
             changes["ddp"] = {"delay_wgrad_compute": True, **changes.get("ddp", {})}
         of_engine = {"moe_grouped_gemm": True, "normalization": "RMSNorm"} if engine else {}
         given = {"bf16": True, "moe_z_loss_coeff": None, **of_engine, **changes}
-        super().__init__(kinds, spec=moe_rig.block_spec(kinds, engine=engine), **given)
+        super().__init__(kinds, spec=block_spec(kinds, engine=engine), **given)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         config.overlap_moe_expert_parallel_comm |= self._overlaps

@@ -13,6 +13,7 @@ import megatron_rig as rig
 import moe_rig
 import torch
 from host_rig import Offload
+from model_specs import te_layer_spec
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
@@ -107,7 +108,7 @@ def hook_second(chunk: Any) -> None:
 
 
 def of_engine(**given: Any) -> Trainer:
-    return Trainer(OPTIONS, spec=rig.te_layer_spec(), **given)
+    return Trainer(OPTIONS, spec=te_layer_spec(), **given)
 
 
 def train_pair(

@@ -15,6 +15,7 @@ import moe_rig
 import torch
 from context_jobs import OwnMicro, SharedMicro
 from megatron.core import parallel_state
+from model_specs import asks_for_no_engine, spec_of
 from overlap_rig import delay_linears
 from parallel_jobs import MISFIT, ShardedSGD, hearing
 from same_bits import assert_same_bits
@@ -111,7 +112,7 @@ class Trainer(PipelineTrainer):
         **further: Any,
     ) -> None:
         self._others = others
-        with rig.asks_for_no_engine(), _prepares(kind):
+        with asks_for_no_engine(), _prepares(kind):
             super().__init__(cut, options, rig.forward, ddp=ddp, spec=LAYERS[kind], **further)
         sharded = ddp.get("overlap_param_gather", False)
         self._sharded = [ShardedSGD(chunk) for chunk in self.chunks] if sharded else []
@@ -149,7 +150,7 @@ class Trainer(PipelineTrainer):
 
 
 def _spec(config: Any, **place: Any) -> Any:
-    return rig.varlen_spec(config, num_experts=config.num_moe_experts, moe_grouped_gemm=False, **place)
+    return spec_of(config, num_experts=config.num_moe_experts, moe_grouped_gemm=False, **place)
 
 
 def _delaying(spec: BlockSpec) -> BlockSpec:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, ModelTrainer, Run, graph_config, train
+from megatron_rig import CAPACITY, OPTIONS, Micro, ModelTrainer, Run, graph_config, hands, train
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -140,8 +140,5 @@ def hand_out_frequencies(model: Any) -> None:
         positions[:] = [given["position_ids"]]
         return preprocess(*args, **given)
 
-    def gather(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**given, "rotary_pos_emb": given["rotary_pos_emb"][positions[0][0]]}
-
     model._preprocess = remember
-    model.decoder.register_forward_pre_hook(gather, with_kwargs=True)
+    hands(model.decoder, lambda it: {**it, "rotary_pos_emb": it["rotary_pos_emb"][positions[0][0]]})

@@ -137,13 +137,14 @@ def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(trainer: Trainer, re
     step(trainer, [MICRO], times=3)
     calls = Calls()
     micro = Micro(lengths=(1,) * (CAPACITY.num_seqs + 1))
-    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in micro.row_lists())
-    params = None if reason == "NO_PACK_METADATA" else micro.params(trainer.device)
+    given = micro.given(trainer.device)
+    if reason == "NO_PACK_METADATA":
+        given["packed_seq_params"] = None
 
-    def one_call(**_given: Any) -> None:
+    def one_call(**_of_schedule: Any) -> None:
         calls.ours.clear()
         with calls.counted():
-            trainer.model(tokens, positions, None, labels=labels, packed_seq_params=params)
+            trainer.model(**given)
 
     def assert_few() -> None:
         entered = {name: count for name, count in calls.ours.items() if name.split(".")[0] in ENTRY}

@@ -16,11 +16,10 @@ import context_jobs
 import megatron_rig as rig
 import moe_rig
 import pytest
-import schedule_jobs
 import torch
+from context_jobs import BOUND
 from megatron.core import parallel_state
 from parallel_jobs import hearing
-from schedule_jobs import BOUND
 from streams import make_groups
 from torch import Tensor, distributed, nn
 from worlds import World, Worlds, on_ranks
@@ -91,7 +90,7 @@ TRAININGS: dict[str, Training] = {
     "attention of MLA": scoped("attn", model={"mla": "plain, RoPE"}),
     "routers and what follows": scoped("attn", "moe_router", "moe_preprocess", **OF_EXPERTS),
     "experts, padded": scoped("attn", "moe", **OF_EXPERTS, **moe_rig.CASES["drop and pad"]),
-    "whole layers of grouped experts": two(model={"experts": True, "grouped": True}, has_reference=False),
+    "whole layers of grouped experts": two(model={"experts": True, "is_grouped": True}, has_reference=False),
     "MLA, fused RoPE": two(model={"mla": "low rank, YaRN"}, apply_rope_fusion=True, evaluates=True),
     "experts": two(model={"experts": True}, plugin=context_jobs.ROUTERS, evaluates=True, **WITHOUT_LOSSES),
     "losses of routers": two(
@@ -132,7 +131,7 @@ def test_bits(worlds: Worlds, name: str) -> None:
     ranks, options = TRAININGS[name]
     if "what follows" in name and not moe_rig.can_permute(options):
         pytest.skip("this release permutes into shapes that only the device knows")
-    runs = worlds.of(ranks).run(schedule_jobs.train_scheduled, **options)
+    runs = worlds.of(ranks).run(context_jobs.train_scheduled, **options)
     # Modules of Transformer Engine are in another state after their first call.
     check(runs, warm_up_steps=2 if "Engine" in name else 1)
     assert {size for run in runs for of_step in run["sizes"] for size in of_step} == {*options["cp_sizes"]}
@@ -146,7 +145,7 @@ def test_capacities_are_learned_for_every_size(world2: World) -> None:
     plugin = {"cuda_graph_max_packed_seqs": (), "max_seqlen_per_dp_cp_rank": None}
     shared = [[120, 7], [60]]
     lengths = [shared, [[61], [60]], shared]  # rows that two ranks could not share between them
-    one, other = world2.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
+    one, other = world2.run(context_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
     assert all(capacity["tokens"] % 2 == 0 for capacity in one["report"]["capacities"])
     assert one["report"]["capacities"] == other["report"]["capacities"]
     assert {capacity["cp_size"] for capacity in one["report"]["capacities"]} == {1, 2}
@@ -157,7 +156,7 @@ def test_capacities_are_learned_for_every_size(world2: World) -> None:
 def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world2: World) -> None:
     plugin, shared = {"cuda_graph_max_packed_seqs": (2,)}, [[120, 7], [60]]
     lengths = [shared, [[20, 20, 20], [60]], shared]
-    runs = world2.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
+    runs = world2.run(context_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
     assert len({run["report"]["eager"].get("TOO_MANY_SEQUENCES", 0) for run in runs}) > 1
     for run in runs:
         assert run["report"]["failures"] == [] and run["report"]["replays"] > 0

@@ -9,8 +9,8 @@ from typing import Any
 import moe_rig
 import pytest
 import torch
-from megatron_rig import Install, refused, report_of, schedule, step, steps_of
-from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer, compare
+from megatron_rig import Install, compare_runs, refused, report_of, schedule, step, steps_of
+from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,7 +32,8 @@ SWIGLU, FUSED = GROUPED["swiglu"], GROUPED["fused swiglu"]
 
 @pytest.mark.gpu
 def test_a_hundred_steps() -> None:
-    report = compare("E-E", steps_of(100, masks=True), is_grouped=True, **FUSED, **BIAS, **SHARED)
+    given = {"kinds": "E-E", "is_grouped": True, **FUSED, **BIAS, **SHARED}
+    report = compare_runs(steps_of(100, masks=True), ExpertTrainer, **given).report
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 3}
 
 

@@ -43,11 +43,6 @@ PACKS = (rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1))  # the
 LOPSIDED = rig.Micro(lengths=(33, 9), seed=2)  # of the capacity's rows, both ranks have some of its own
 
 
-def _rows(micro: rig.Micro, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, labels, _mask, positions = (rows[None].to(device) for rows in micro.row_lists())
-    return tokens, labels, positions
-
-
 def call(
     chunk: Any,
     micro: rig.Micro,
@@ -58,16 +53,11 @@ def call(
     is_processed: bool = False,  # a function, in place of the output layer, sees this rank's rows
 ) -> tuple[Tensor, Tensor | None]:
     """What a model hands out, and the leaf that its gradient reaches, if there is one."""
-    tokens, labels, positions = _rows(micro, device)
+    given = micro.given(device)
     with torch.no_grad():
-        hidden: Tensor = chunk.embedding(input_ids=tokens, position_ids=positions)
+        hidden: Tensor = chunk.embedding(given["input_ids"], given["position_ids"])
     hidden.requires_grad_(is_embedded and not (on_one_rank_alone and distributed.get_rank() != 0))
-    given = {
-        "input_ids": None if is_embedded else tokens,
-        "position_ids": positions,
-        "labels": labels,
-        "packed_seq_params": micro.params(device),
-    }
+    given["input_ids"] = None if is_embedded else given["input_ids"]
     seen = []
 
     def process(
@@ -87,10 +77,10 @@ def call(
         return torch.cat([losses.view(-1), rows.view(-1)])
 
     processor = {"output_processor": process, "output_processor_context": 2.0} if is_processed else {}
-    out = chunk(**given, attention_mask=None, decoder_input=hidden if is_embedded else None, **processor)
+    out = chunk(**given, decoder_input=hidden if is_embedded else None, **processor)
     assert is_processed or out.shape == (1, micro.physical)
     for other in seen:
-        assert all(other[name] is value for name, value in given.items())
+        assert all(other[name] is given[name] for name in given.keys() - {"attention_mask"})
         assert torch.equal(other["decoder_input"], hidden)
     assert len(seen) == is_processed
     return out, hidden if hidden.requires_grad else None
@@ -198,8 +188,7 @@ def test_a_stage_that_others_follow_keeps_the_rows_that_were_given_outside_of_sc
             heads=4, prepare=lambda chunk: setattr(chunk, "post_process", False), config=SHARED_ROWS
         )
         for micro in PACKS * 3:
-            tokens, _labels, positions = _rows(micro, trainer.device)
-            out = trainer.chunk(tokens, positions, None, packed_seq_params=micro.params(trainer.device))
+            out = trainer.chunk(**{**micro.given(trainer.device), "labels": None})
             assert out.shape == (micro.physical // 2, 1, OPTIONS.hidden)
             out.sum().backward()
             found.append(out.detach().clone())
@@ -390,15 +379,15 @@ def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
     def model(**kwargs: Any) -> Any:
         return trainer.model(**{**kwargs, **changes.get(route, {})})
 
-    def inside(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def inside(kwargs: dict[str, Any]) -> dict[str, Any]:
         rows, dim = kwargs["hidden_states"].size(0), kwargs["rotary_pos_emb"].size(-1)
         if route == "mask inside":
-            return args, {**kwargs, "padding_mask": no_mask.new_zeros(1, rows)}
+            return {**kwargs, "padding_mask": no_mask.new_zeros(1, rows)}
         more = int(route == "table inside")  # or it would have a row for each token
-        return args, {**kwargs, "rotary_pos_emb": no_mask.new_ones(rows + more, 1, 1, dim)}
+        return {**kwargs, "rotary_pos_emb": no_mask.new_ones(rows + more, 1, 1, dim)}
 
     if route.endswith("inside"):
-        trainer.chunk.decoder.register_forward_pre_hook(inside, with_kwargs=True)
+        rig.hands(trainer.chunk.decoder, inside)
     with torch.inference_mode(route == "inference mode"):
         forward(model, micro, trainer.device)
 

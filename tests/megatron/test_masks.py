@@ -139,11 +139,9 @@ def test_a_later_table_of_another_kind_keeps_the_mask(trainer: Trainer) -> None:
     """Layers that are handed another table run eager, with the mask of the rows that they get."""
     rig.step(trainer, [TWO], update=False, times=2)
     wanted = rig.step(trainer, [TWO], update=False)
-
-    def other(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"].clone().mul_(1.0 + 1e-6)}
-
-    handle = trainer.chunk.decoder.register_forward_pre_hook(other, with_kwargs=True)
+    handle = rig.hands(
+        trainer.chunk.decoder, lambda it: {**it, "rotary_pos_emb": it["rotary_pos_emb"] * (1.0 + 1e-6)}
+    )
     found = rig.step(trainer, [TWO], update=False)
     handle.remove()
     for one, two in zip(wanted.losses, found.losses, strict=True):
@@ -203,8 +201,7 @@ def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
             rig.step(trainer, [FULL, PLAIN, micro], update=False, times=3)
             before, changes = rig.report_of(trainer), True
             if whose == "hook":
-                hook = lambda _block, args, kwargs: (args, changed(kwargs))  # noqa: E731
-                trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
+                rig.hands(trainer.chunk.decoder, changed)
             seen.clear()
             ours = rig.step(trainer, [micro], update=False)
             assert rig.eager_since(rig.report_of(trainer), before) == {"SIGNATURE_CHANGED": rig.LAYERS}

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from test_pretrain_example import log_figures
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks.measuring.results import Figure, publish  # noqa: E402
+from benchmarks.measuring.results import Figure  # noqa: E402
 
 pytestmark = [pytest.mark.soak, pytest.mark.gpu]
 ITERATIONS, HALF = 100, 50
@@ -62,15 +61,6 @@ SPECS = {
         1024,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def measured() -> Iterator[list[Figure]]:
-    """Figures of all specs, written at the end where OUT names a folder."""
-    figures: list[Figure] = []
-    yield figures
-    if figures and "OUT" in os.environ:
-        publish(Path(os.environ["OUT"], "megatron_loop.json"), figures)
 
 
 def _train(place: Path, line: str, environment: dict[str, str]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-latent attention: the bits of eager and of an unpatched run, and tables that outlive a cache."""
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -13,7 +14,7 @@ import parallel_jobs
 import pytest
 import torch
 from host_rig import OwnBlock, OwnModel, host_pair, only
-from mla_rig import OPTIONS, MlaTrainer, mla_config, mla_spec
+from model_specs import asks_for_no_engine, mla_config
 from moe_rig import recompute
 from rope_rig import Declared, assert_close_losses, canonical_steps, padded_modes, run, scatter, three_modes
 from torch import Tensor, nn
@@ -36,8 +37,8 @@ _QUERY, _KEY = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
 def test_canonical_packs_have_the_bits_of_an_unpatched_run(max_seqlen: int, kind: str) -> None:
     """With a table as long as the pack, Megatron's unfused RoPE goes on from document to document."""
     capacity = rig.CAPACITY.replace(max_seqlen=max_seqlen)
-    given = {"kind": kind, **({"prepare": scatter} if kind == "plain, RoPE" else {})}
-    runs = three_modes(canonical_steps(capacity, 3), MlaTrainer, capacities=(capacity,), **given)
+    given = {"mla": kind, **({"prepare": scatter} if kind == "plain, RoPE" else {})}
+    runs = three_modes(canonical_steps(capacity, 3), capacities=(capacity,), **given)
     goes_on = {"SIGNATURE_CHANGED": 3 * 2 * rig.LAYERS}
     assert runs["graph"].report["eager"] == (goes_on if max_seqlen == 64 else {"WARMING_UP": 2 * rig.LAYERS})
 
@@ -62,17 +63,17 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
         for layer in chunk.decoder.layers if is_left_eager else ():
             layer.mlp.register_forward_hook(lambda *_: None)
 
-    given = {"kind": "plain, RoPE", "prepare": prepare}
+    given = {"mla": "plain, RoPE", "prepare": prepare}
     if declared >= 40:
-        graphed = three_modes(steps, MlaTrainer, **given)["graph"]
+        graphed = three_modes(steps, **given)["graph"]
         assert graphed.report["eager"] == {"SIGNATURE_CHANGED": 3 * 2 * rig.LAYERS}
         return
     if is_left_eager:
-        off, graphed = (run(mode, steps, MlaTrainer, given) for mode in ("off", "graph"))
+        off, graphed = (run(mode, steps, given=given) for mode in ("off", "graph"))
         assert_close_losses(off, graphed)
         assert set(graphed.report["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
     else:
-        _eager, graphed = padded_modes(steps, MlaTrainer, **given)
+        _eager, graphed = padded_modes(steps, **given)
         assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
@@ -90,7 +91,7 @@ def _table(embedding: nn.Module, rows: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["plain, RoPE", "plain, YaRN"])
 def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str) -> None:
-    block = MlaTrainer(kind=kind).chunk.decoder
+    block = rig.ModelTrainer(mla=kind).chunk.decoder
     embeddings, tables = _embeddings(block), MlaTables()
     wanted = _table(embeddings[0], 40).clone()
     with tables.answering(block, "a variant"):
@@ -119,7 +120,7 @@ def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str)
 
 def test_an_embedding_that_layers_share_is_itself_again_afterwards() -> None:
     """Bug: it was put back once for each of them, which failed, and left the whole model without graphs."""
-    block = MlaTrainer(kind="plain, RoPE").chunk.decoder
+    block = rig.ModelTrainer(mla="plain, RoPE").chunk.decoder
     shared = block.layers[0].self_attention.rotary_pos_emb
     for layer in block.layers:
         layer.self_attention.rotary_pos_emb = shared
@@ -153,7 +154,7 @@ def test_tables_that_megatron_drops_are_still_there_for_graphs(
     kind: str, config: dict[str, Any], drop: Callable[[Any, int], None]
 ) -> None:
     """And what comes next gets their memory."""
-    pair = rig.Pair(MlaTrainer, kind=kind, config=config)
+    pair = rig.Pair(mla=kind, config=config)
     rubbish: list[Tensor] = []
     *steps, last, one_more = parallel_jobs.steps_of(8 if rig.ON_GPU else 4)
     rows, dim = rig.CAPACITY.max_seqlen, pair.graphed.chunk.config.qk_pos_emb_head_dim
@@ -197,8 +198,8 @@ def test_selective_recompute_has_the_bits_of_none(
 
     if not rig.ON_GPU:  # later releases compile C++, for as long as all other tests of this file take
         monkeypatch.setattr(random, "_get_share_storage", lambda: _copy_storage, raising=False)
-    pair = rig.Pair(MlaTrainer, kind=kind, config=recompute(module, **rope))
-    pair.eager = MlaTrainer(kind=kind, config=rope)
+    pair = rig.Pair(mla=kind, config=recompute(module, **rope))
+    pair.eager = rig.ModelTrainer(mla=kind, config=rope)
     *steps, last = parallel_jobs.steps_of(7 if rig.ON_GPU else 4)
     pair.train(steps)
     pair.evaluate(rig.ONE, rig.TWO)
@@ -224,7 +225,7 @@ def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
     def rope_of_a_host(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError
 
-    chunk = MlaTrainer(kind="plain, YaRN", config={"apply_rope_fusion": is_fused}).chunk
+    chunk = rig.ModelTrainer(mla="plain, YaRN", config={"apply_rope_fusion": is_fused}).chunk
     assert refusal_of(chunk, None) is None
     monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
     if is_refused:
@@ -265,9 +266,9 @@ def test_a_hosts_model_hands_tables_to_attention_that_has_no_embedding(
 ) -> None:
     """Bug: each capture failed, because the attention was asked for its embedding."""
     install(cuda_graph_modules=scopes)
-    config = mla_config("plain, RoPE")
-    given = {"prepare": _hand_tables, "options": OPTIONS, "config": config, "spec": mla_spec(config)}
-    with rig.asks_for_no_engine():
+    options = dataclasses.replace(rig.OPTIONS, heads=4)
+    given = {"prepare": _hand_tables, "options": options, "config": mla_config("plain, RoPE")}
+    with asks_for_no_engine():
         pair = host_pair(HandingModel, OwnBlock, 3, **given)
     assert pair.report()["failures"] == [] and only(pair.report(), "WARMING_UP")
 
@@ -284,7 +285,7 @@ def of_engine(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("scopes", SCOPES, ids=lambda scopes: "+".join(scopes) or "layer")
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
 def test_layers_of_transformer_engine(kind: str, scopes: Sequence[str]) -> None:
-    pair = rig.Pair(MlaTrainer, kind=kind, transformer_engine=True, plugin={"cuda_graph_modules": scopes})
+    pair = rig.Pair(mla=kind, engine=True, plugin={"cuda_graph_modules": scopes})
     pair.train(parallel_jobs.steps_of(20))
     pair.evaluate(rig.ONE, rig.TWO)
     pair.evaluate(rig.TWO, rig.ONE)
@@ -297,7 +298,7 @@ def test_two_ranks_that_share_layers_of_transformer_engine(world2: World, sequen
     reports = world2.run(
         parallel_jobs.train_pair,
         tensor_parallel=2,
-        make=partial(MlaTrainer, kind="low rank, YaRN", transformer_engine=True),
+        make=partial(rig.ModelTrainer, mla="low rank, YaRN", engine=True),
         config={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
         num_steps=4,
     )
@@ -313,7 +314,7 @@ def test_a_hybrid_model_of_layers_of_transformer_engine(install: rig.Install) ->
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     install()
-    trainer = MlaTrainer(kind="plain, RoPE", pattern="+-+-", spec=hybrid_stack_spec)
+    trainer = rig.ModelTrainer(mla="plain, RoPE", engine=True, pattern="+-+-", spec=hybrid_stack_spec)
     rig.step(trainer, [rig.ONE, rig.TWO], times=4)
     rig.ran(rig.report_of(trainer), WARMING_UP=2 * len(rig.HYBRID_PATTERN))
 
@@ -326,13 +327,13 @@ def test_a_hybrid_model_of_layers_of_transformer_engine(install: rig.Install) ->
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, YaRN"])
 def test_fused_packs_that_are_canonical_have_the_bits_of_an_unpatched_run(kind: str) -> None:
     """Which runs Megatron's kernels."""
-    runs = three_modes(canonical_steps(rig.CAPACITY, 8), MlaTrainer, kind=kind, config=FUSED)
+    runs = three_modes(canonical_steps(rig.CAPACITY, 8), mla=kind, config=FUSED)
     assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() -> None:
     """Bug: buffers that came up stayed, and a layer looked changed."""
-    block = MlaTrainer(kind="plain, YaRN", config=FUSED).chunk.decoder
+    block = rig.ModelTrainer(mla="plain, YaRN", config=FUSED).chunk.decoder
     (embedding, *_) = _embeddings(block)
     for name in list(embedding._buffers):
         delattr(embedding, name)

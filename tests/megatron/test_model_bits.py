@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import moe_rig
 import pytest
-from context_jobs import mla_experts
 from mamba_rig import Documented, mamba, mamba_experts
 from megatron_rig import LAYERS, ON_GPU, HybridTrainer, Micro, ModelTrainer, Run, compare_runs, ran, steps_of
-from mla_rig import KINDS, MlaTrainer
+from model_specs import KINDS
 from moe_rig import ATTENTION, BIASED, PERMUTATION, ROUTERS, WAYS, ExpertTrainer, recompute
 from moe_rig import GROUPED_EXPERTS as GROUPED
 from moe_rig import PADDED_EXPERTS as PADDED
@@ -75,14 +74,14 @@ for normalization, is_centered in (("LayerNorm", True), ("RMSNorm", False)):
 for scopes, masks in (((), False), (("attn",), True)):
     add(TABLE, "frequencies of each token", Row(ModelTrainer, MROPE, scopes, masks=masks, packs=Pictures))
 for kind in KINDS:
-    add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, packs=Documented))
+    add(TABLE, kind, Row(ModelTrainer, {"mla": kind}, packs=Documented))
 for kind, scopes in (("low rank, YaRN", ("attn",)), ("plain, RoPE", ("attn", "mlp"))):
-    given = {"kind": kind, "pattern": "+-+-"}
-    add(HYBRIDS, f"hybrid, {kind}", Row(MlaTrainer, given, sites=4, runs=HAS_HYBRID))
-    add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, scopes, packs=Documented))
+    given = {"mla": kind, "pattern": "+-+-"}
+    add(HYBRIDS, f"hybrid, {kind}", Row(ModelTrainer, given, sites=4, runs=HAS_HYBRID))
+    add(TABLE, kind, Row(ModelTrainer, {"mla": kind}, scopes, packs=Documented))
 for kind, scopes in (("low rank, YaRN", ()), ("plain, YaRN", "attn")):
-    fused = {"kind": kind, "config": {"apply_rope_fusion": True}}
-    add(TABLE, f"{kind}, fused RoPE", Row(MlaTrainer, fused, scopes))
+    fused = {"mla": kind, "config": {"apply_rope_fusion": True}}
+    add(TABLE, f"{kind}, fused RoPE", Row(ModelTrainer, fused, scopes))
 for position, ddp, masks in (("rope", {}, True), ("none", BUCKETS, False)):
     given = {"arguments": lambda _, it=position: {"position_embedding_type": it}, "ddp": ddp}
     add(HYBRIDS, f"hybrid, {position}", Row(HybridTrainer, given, sites=4, masks=masks, packs=Documented))
@@ -184,8 +183,8 @@ for kind, scopes, sites in (
     ("plain, RoPE", ("attn", "mlp", "moe_router"), 2),
     ("low rank, YaRN", ("attn", "moe_router"), 2),
 ):
-    given = {"kind": kind, **moe_rig.BIAS, **moe_rig.SHARED}
-    add(TABLE, f"experts, {kind}", Row(mla_experts, given, scopes, sites))
+    given = {"kinds": "E-", "mla": kind, **moe_rig.BIAS, **moe_rig.SHARED}
+    add(TABLE, f"experts, {kind}", Row(ExpertTrainer, given, scopes, sites))
 
 # -- multi-token prediction, on packs as they were given, behind graphed layers ----------------------
 

@@ -318,7 +318,7 @@ def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> Non
             assert int(counts.sum()) == 2 * (20 + 8 + 10 + 4)
 
 
-# -- rows past a pack's end, errors and refusals -----------------------------------------------------
+# -- what no scope can graph ---------------------------------------------------------------------------
 
 WARM_UP = {"WARMING_UP": 3 * 2}
 
@@ -508,12 +508,12 @@ def test_packs_whose_rows_are_samples_run_as_given(install: rig.Install, trainer
         pytest.skip("this release of megatron-core has no tokens_per_sample")
     install(cuda_graph_modules="attn")
     rig.step(trainer, [moe_rig.PACK], update=False)
-    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in moe_rig.PACK.row_lists())
-    params = dataclasses.replace(params, tokens_per_sample=moe_rig.PACK.physical // 2)
+    given = moe_rig.PACK.given(trainer.device)
+    given["packed_seq_params"] = dataclasses.replace(params, tokens_per_sample=moe_rig.PACK.physical // 2)
 
     def losses() -> Tensor:
         with torch.no_grad():
-            out: Tensor = trainer.chunk(tokens, positions, None, labels=labels, packed_seq_params=params)
+            out: Tensor = trainer.chunk(**given)
             return out.clone()
 
     ours = losses()

@@ -12,7 +12,20 @@ import torch
 from host_rig import FULL, HostTrainer, OwnBlock, OwnModel, frozen_model, host_pair, only
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, ONE, OPTIONS, OTHER, TWO, Install, Micro, Pair, forward, step, the_plugin
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    OTHER,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    forward,
+    hands,
+    step,
+    the_plugin,
+)
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -149,12 +162,12 @@ def test_a_pack_that_a_hook_puts_in_place_of_the_given_one_is_the_one_that_runs(
     expected = step(pair.graphed, [FULL_OF_OTHER], update=False)
     seen: list[Any] = []
 
-    def swap(_model: Any, args: Any, kwargs: Any) -> Any:
+    def swap(given: dict[str, Any]) -> dict[str, Any]:
         """For another one of the same rows."""
-        seen.append(kwargs["packed_seq_params"])
-        return args, {**kwargs, "packed_seq_params": OTHER_FULL.params(pair.graphed.device)}
+        seen.append(given["packed_seq_params"])
+        return {**given, "packed_seq_params": OTHER_FULL.params(pair.graphed.device)}
 
-    pair.graphed.chunk.register_forward_pre_hook(swap, with_kwargs=True)
+    hands(pair.graphed.chunk, swap)
     assert_same_bits(step(pair.graphed, [FULL], update=False), expected)
     report = pair.report()
     assert len(seen) == 1 and report["eager"]["SIGNATURE_CHANGED"] == LAYERS
@@ -182,10 +195,9 @@ def test_arguments_whose_names_are_not_known_run_as_given(install: Install) -> N
     install()
     trainer = HostTrainer(OwnSuperModel)
     step(trainer, [ONE], times=3)
-    tokens, _labels, _mask, positions = (rows[None].to(trainer.device) for rows in ONE.row_lists())
-    before = megagraph.reports()[0]
+    given, before = ONE.given(trainer.device), megagraph.reports()[0]
     with torch.no_grad():
-        trainer.chunk(tokens, positions, packed_seq_params=ONE.params(trainer.device))
+        trainer.chunk(given["input_ids"], given["position_ids"], packed_seq_params=given["packed_seq_params"])
     (report,) = megagraph.reports()
     assert before["replays"] == report["replays"] == LAYERS
     assert report["eager"] == {**before["eager"], "SCOPE_UNSUPPORTED": LAYERS}
@@ -227,11 +239,11 @@ def test_a_block_without_the_parameters_of_megatrons_is_refused_by_name(
 def test_a_model_whose_arguments_have_other_names_is_refused_and_counted(install: Install) -> None:
     install()
     trainer = HostTrainer(RenamedModel)
-    tokens, labels, *_ = (rows[None].to(trainer.device) for rows in ONE.row_lists())
 
     def call(**_given: Any) -> None:
         """A call that no schedule of Megatron's would make."""
-        trainer.chunk(tokens, ONE.params(trainer.device), labels).sum().backward()
+        given = ONE.given(trainer.device)
+        trainer.chunk(given["input_ids"], given["packed_seq_params"], given["labels"]).sum().backward()
 
     for _ in range(3):
         the_plugin().schedule(call)(model=[trainer.model])

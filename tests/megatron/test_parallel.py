@@ -5,22 +5,10 @@ from functools import partial
 from typing import Any
 
 import context_jobs
+import megatron_rig as rig
 import parallel_jobs
 import pytest
-import torch
-from context_jobs import EMPTY_DUMMY, MANY_KINDS, OF_ENGINE, ROUTERS
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    TWO,
-    Install,
-    ModelTrainer,
-    Pair,
-    needs_engine,
-    ran,
-    schedule,
-    unsynchronized,
-)
+from context_jobs import BOUND, EMPTY_DUMMY, MANY_KINDS, OF_ENGINE, ROUTERS
 from parallel_jobs import PACKS
 from same_bits import assert_same_bits
 from worlds import World, Worlds
@@ -32,7 +20,7 @@ BUCKETS = {**OVERLAP, "bucket_size": 4000}
 SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
 SMALL = {**SHARDED, "bucket_size": 1000}
 ATTENTION, MLPS = ({"cuda_graph_modules": scope} for scope in ("attn", "mlp"))
-hooked = partial(ModelTrainer, layers=4, heads=4, prepare=parallel_jobs.hook_second)
+hooked = partial(rig.ModelTrainer, layers=4, heads=4, prepare=parallel_jobs.hook_second)
 # Fields of DDP's config, further options, and calls that each rank runs eager once it has graphs, of 4 packs
 # that it trains on then.
 TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]] = {
@@ -64,7 +52,7 @@ def test_bits(world2: World, name: str) -> None:
     for report, later in zip(reports, eager, strict=True):
         layers = report["layers"]
         figures = {"failures": int("FOREIGN_HOOK" in later), "calls": (3 + 1) * PACKS * layers}
-        ran(report, **figures, WARMING_UP=2 * PACKS * layers, **later)
+        rig.ran(report, **figures, WARMING_UP=2 * PACKS * layers, **later)
         # Also while parameters are still to be gathered.
         assert (report["verification"]["verified"], report["verification"]["unverified"]) == (1, 0)
 
@@ -95,15 +83,15 @@ def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("bucket_size", [1000, 4000, None])
 def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eager(
-    install: Install, monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
+    install: rig.Install, monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
 ) -> None:
     install()
-    pair = Pair(layers=4, ddp={**OVERLAP, "bucket_size": bucket_size})
-    pair.step(ONE, TWO, times=3)
+    pair = rig.Pair(layers=4, ddp={**OVERLAP, "bucket_size": bucket_size})
+    pair.step(rig.ONE, rig.TWO, times=3)
 
     def accumulate(trainer: Trainer) -> Any:
-        with unsynchronized(trainer):
-            return schedule(trainer.model, [ONE], 1, trainer.device)
+        with rig.unsynchronized(trainer):
+            return rig.schedule(trainer.model, [rig.ONE], 1, trainer.device)
 
     for is_trained in (False, True):  # graphs that know fewer gradients come later
         for trainer in pair.both:
@@ -112,7 +100,7 @@ def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eage
         for _ in range(2):
             assert_same_bits(*pair.each(accumulate))
     eager, graphed = (_heard(trainer, monkeypatch) for trainer in pair.both)
-    pair.step(ONE)
+    pair.step(rig.ONE)
     groups = len(pair.graphed.model.bucket_groups)
     assert groups == 1 if bucket_size is None else groups > 2
     for index in range(groups):
@@ -124,30 +112,27 @@ def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eage
     assert reduced[0] == reduced[1] and len(set(reduced[0])) == len(reduced[0]) == groups
 
 
-def test_counts_add_up_where_every_micro_batch_is_the_last(install: Install) -> None:
+def test_counts_add_up_where_every_micro_batch_is_the_last(install: rig.Install) -> None:
     """As without `no_sync`: DDP compares how often it has heard of each parameter with the first step."""
     install()
-    pair = Pair(ddp=OVERLAP)
+    pair = rig.Pair(ddp=OVERLAP)
     for trainer in pair.both:
         trainer.chunk.config.no_sync_func = None
     for _ in range(4):
-        pair.step(ONE, TWO)
+        pair.step(rig.ONE, rig.TWO)
         for trainer in pair.both:
             (group,) = trainer.model.bucket_groups
             assert set(group.per_param_grad_ready_counts.values()) <= {2}
     assert group.golden_per_param_grad_ready_counts == group.per_param_grad_ready_counts != {}
-    assert pair.report()["replays"] == 3 * 2 * LAYERS
+    assert pair.report()["replays"] == 3 * 2 * rig.LAYERS
 
 
 # -- packs that context-parallel ranks share ---------------------------------------------------------
 
-ON_GPU = torch.cuda.is_available()
-# Over the largest entry: sums over rows in another order, in float32 on the CPU, in bfloat16 on a GPU.
-BOUND = 5e-2 if ON_GPU else 2e-5
 Options = dict[str, Any]
 EXPERTS: Options = {"model": {"experts": True}}
 MISFITS: Options = {"misfits": True, "has_tails": False}
-engine = [pytest.mark.gpu, needs_engine]
+engine = [pytest.mark.gpu, rig.needs_engine]
 both = pytest.mark.both
 
 

@@ -10,7 +10,7 @@ import moe_rig
 import pipeline_jobs
 import pytest
 import torch
-from mla_rig import mla_config
+from model_specs import mla_config
 from pipeline_jobs import LATE, OF_ENGINE
 from torch import distributed
 from worlds import World, Worlds, on_ranks

@@ -5,12 +5,11 @@ import dataclasses
 from typing import Any
 
 import megatron_rig as rig
-import mla_rig
-import moe_rig
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from model_specs import spec_of
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -41,20 +40,15 @@ def prediction_spec(config: Any, layers: Any) -> Any:
     return block
 
 
-def prediction(kinds: str = "--", *, position: str = "rope", mla: str = "", **changes: Any) -> ExpertTrainer:
+def prediction(kinds: str = "--", *, position: str = "rope", **changes: Any) -> ExpertTrainer:
     """A GPTModel that predicts two further tokens."""
-    config = {} if "E" in kinds else dict(DENSE)
-    spec, options = moe_rig.block_spec(kinds), rig.OPTIONS
-    if mla:  # makes tables of its own in prediction, for the pack as it was given
-        config |= mla_rig.mla_config(mla)
-        spec, options = mla_rig.mla_spec(mla_rig.mla_config(mla)), mla_rig.OPTIONS
-    further = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 
     def arguments(config: Any) -> dict[str, Any]:
-        return {"position_embedding_type": position, "mtp_block_spec": prediction_spec(config, spec)}
+        block = prediction_spec(config, spec_of(config, kinds))
+        return {"position_embedding_type": position, "mtp_block_spec": block}
 
-    given = {"spec": spec, "options": options, "arguments": arguments}
-    return ExpertTrainer(kinds, **given, **{**further, **config, **changes})
+    further = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5, **({} if "E" in kinds else DENSE)}
+    return ExpertTrainer(kinds, arguments=arguments, **{**further, **changes})
 
 
 def hybrid_spec() -> Any:

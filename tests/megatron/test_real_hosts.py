@@ -7,16 +7,14 @@ variable OUT, the figures are written there as real_hosts.json.
 
 import dataclasses
 import importlib.util
-import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import megatron_rig as rig
 import pytest
 import torch
+from model_specs import te_layer_spec
 from torch import distributed
 from torch.profiler import profile
 from worlds import World, Worlds
@@ -25,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not 
 
 import megagraph
 from benchmarks.measuring.clocks import ACTIVITIES
-from benchmarks.measuring.results import Figure, publish
+from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.inside import Replays
 from benchmarks.subjects.packs import CASES, Case, model_options
@@ -154,21 +152,12 @@ def compare(job: Job) -> dict[str, Any]:
     """On each rank: trains eager and graphed from the same weights and compares every bit."""
     case, tokens = job.case, job.model.max_tokens
     install_for(tokens, *case.max_packed_seqs, max_seqlen=case.longest or tokens, verify=job.verify)
-    spec = rig.te_layer_spec() if job.transformer_engine else None
+    spec = te_layer_spec() if job.transformer_engine else None
     config = {**job.transformer, **({"apply_rope_fusion": True} if job.transformer_engine else {})}
     eager, graphed = (Trainer(job.model, config=config, ddp=job.ddp, spec=spec) for _ in range(2))
     agreement = compare_steps(eager, graphed, job.packs(distributed.get_rank()))
     answer = dataclasses.asdict(agreement) | {"report": megagraph.reports()[-1]}
     return answer if job.main_case is None else answer | replay_costs(graphed)
-
-
-@pytest.fixture(scope="module")
-def measured() -> Iterator[list[Figure]]:
-    """Of all jobs, written at the end where OUT names a folder."""
-    figures: list[Figure] = []
-    yield figures
-    if figures and "OUT" in os.environ:
-        publish(Path(os.environ["OUT"], "real_hosts.json"), figures)
 
 
 @pytest.mark.parametrize(

@@ -257,12 +257,8 @@ def pair() -> rig.Pair:
 
 def _handing(pair: rig.Pair, change: Callable[[Any], Any]) -> None:
     """From now on the layers of both are handed other frequencies."""
-
-    def hand(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**given, "rotary_pos_emb": change(given["rotary_pos_emb"])}
-
     for trainer in pair.both:
-        trainer.chunk.decoder.register_forward_pre_hook(hand, with_kwargs=True)
+        rig.hands(trainer.chunk.decoder, lambda it: {**it, "rotary_pos_emb": change(it["rotary_pos_emb"])})
 
 
 PICTURES = [rope_rig.Pictures(lengths=(9, 20)), rope_rig.Pictures(lengths=(3, 30, 8), seed=1, tail=5)]
@@ -303,11 +299,7 @@ def test_a_pair_of_frequencies_is_staged_as_one() -> None:
 def test_nothing_is_captured_until_frequencies_are_known() -> None:
     """Bug: graphs without any were captured, and replayed for micro-batches that have some."""
     pair, micros = rig.Pair(**rope_rig.MROPE), [dataclasses.replace(micro, tail=0) for micro in PICTURES]
-
-    def ask_more(_model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**given, "extra_block_kwargs": {}}
-
-    hooks = [it.chunk.register_forward_pre_hook(ask_more, with_kwargs=True) for it in pair.both]
+    hooks = [rig.hands(it.chunk, lambda given: {**given, "extra_block_kwargs": {}}) for it in pair.both]
     pair.step(*micros, times=2)
     for hook in hooks:
         hook.remove()
@@ -472,19 +464,16 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
     """With sequence parallelism, of a host that hands the model's own tables on until its third step."""
     calls: list[Any] = []
 
-    def change(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def change(given: dict[str, Any]) -> dict[str, Any]:
         calls.append(None)
         factor = 1.0 if len(calls) < 3 else 0.5
-        return args, {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
-
-    def prepare(chunk: Any) -> None:
-        chunk.decoder.register_forward_pre_hook(change, with_kwargs=True)
+        return {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
 
     with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
         rig.train(
             rig.graph_config(),
             [[rope_rig.Declared(lengths=(20, 8), max_seqlen=20)]] * 4,
-            prepare=prepare,
+            prepare=lambda chunk: rig.hands(chunk.decoder, change),
             **SHARED_ROWS,
         )
 

@@ -12,6 +12,7 @@ import moe_rig
 import pytest
 import torch
 from megatron_rig import OPTIONS, Install, Pair, steps_of
+from model_specs import block_spec
 from moe_rig import DROPS, FULL_RECOMPUTE, GATHERS, PADS, Config, ExpertTrainer, recompute
 from test_docs import SCOPES as SCOPES_PAGE
 from test_docs import read, rows_of
@@ -129,7 +130,7 @@ def config_of(case: Case, options: Config) -> Any:
 
 def model_of(config: Any, kinds: str = "E-") -> Any:
     with moe_rig.experts_on_cpu():
-        return gpt_model(OPTIONS, config, moe_rig.block_spec(kinds))
+        return gpt_model(OPTIONS, config, block_spec(kinds))
 
 
 class Models(dict[str, Any]):

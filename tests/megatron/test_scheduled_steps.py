@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import context_jobs
 import megatron_rig as rig
 import pytest
-import schedule_jobs
 import torch
+from context_jobs import BOUND, alone, device, documents_of, forward, how_far
 from megatron.core import parallel_state, utils
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
-from schedule_jobs import BOUND, alone, device, documents_of, forward, how_far
 from streams import make_groups
 from torch import Tensor, distributed
 from worlds import World, on_ranks
@@ -166,7 +166,7 @@ def test_ranks_train_what_one_process_would(world2: World) -> None:
         [[64], [3, 3, 3, 3, 3, 3]],
         [[], [40, 41, 42, 8]],
     ]
-    one, other = world2.run(schedule_jobs.train_scheduled, lengths=shapes)
+    one, other = world2.run(context_jobs.train_scheduled, lengths=shapes)
     numbers = one["numbers"]
     assert numbers == other["numbers"] and set(numbers) == {1, 2}
     for run in (one, other):

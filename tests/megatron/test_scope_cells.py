@@ -8,7 +8,7 @@ import dataclasses
 import importlib.util
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import moe_rig
 import pytest
 from mamba_rig import Documented, mamba_experts, mamba_spec
 from megatron_rig import OPTIONS, compare_runs, needs_engine, ran, steps_of
-from mla_rig import mla_config
+from model_specs import block_spec
 from moe_rig import Config, ExpertTrainer
 from streams import seeded
 
@@ -60,7 +60,7 @@ class Model:
     kinds: str  # of its layers
     scopes: Sequence[Scopes]  # that are legal
     config: Config  # further fields of Megatron's
-    attention: Config = field(default_factory=dict)  # of its layers' specs
+    mla: str = ""  # which multi-latent attention
 
     @property
     def is_hybrid(self) -> bool:
@@ -83,8 +83,8 @@ MODELS = {
     "MLA and experts": Model(
         kinds="E-",
         scopes=with_each(("attn", "mlp"), *ROUTERS),
-        config={**EIGHT, **mla_config("low rank, YaRN")},
-        attention={"multi_latent_attention": True, "qk_layernorm": True},
+        config=EIGHT,
+        mla="low rank, YaRN",
     ),
     "hybrid with Mamba and experts": Model(
         kinds="ME*E-", scopes=with_each(("mamba", "attn", "mlp"), *ROUTERS), config=EIGHT
@@ -100,8 +100,9 @@ def spec_of(model: Model, layers: str, is_grouped: bool | None) -> Any:
     if model.is_hybrid:
         given = {"num_experts": 8, "moe_grouped_gemm": False, "normalization": "RMSNorm"}
         return (megagraph.get_hybrid_stack_varlen_spec if HAS_MIXERS else mamba_spec)(**given)
-    given = {**model.attention, **({} if is_engine else {"normalization": "RMSNorm"})}
-    return moe_rig.block_spec(model.kinds, engine=is_engine, is_grouped=is_grouped, num_experts=8, **given)
+    given: Config = {} if is_engine else {"normalization": "RMSNorm"}
+    given |= {"multi_latent_attention": True, "qk_layernorm": True} if model.mla else {}
+    return block_spec(model.kinds, engine=is_engine, is_grouped=is_grouped, num_experts=8, **given)
 
 
 def compare(
@@ -121,11 +122,9 @@ def compare(
     changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {})}
     if layers == "Transformer Engine":
         changes["moe_grouped_gemm"] = model.config["num_moe_experts"] is not None
-    if "multi_latent_attention" in model.attention:
-        options = dataclasses.replace(OPTIONS, heads=4)
     if model.is_hybrid:
         changes["pattern"] = model.kinds
-    changes |= {"options": options, "is_grouped": never_waits, **further}
+    changes |= {"options": options, "mla": model.mla, "is_grouped": never_waits, **further}
     changes["spec"] = spec_of(model, layers, changes.get("moe_grouped_gemm"))
     steps, plugin = steps_of(count, make=packs), {"cuda_graph_modules": scopes}
     run = compare_runs(steps, seeded(make), plugin, **changes)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from leftovers import go_in_time
 from soak.changes import CHANGES
-from soak.scenarios import Scenario, draw
-from soak.shrink import shrink
+from soak.scenarios import Scenario, draw, shrink
 from soak.twins import run
 from torch import nn
 

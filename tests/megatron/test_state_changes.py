@@ -13,6 +13,7 @@ import megatron_rig as rig
 import pytest
 import torch
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, evaluate, step
+from model_specs import te_layer_spec
 from same_bits import assert_same_bits
 from state_changes import CHANGES, Probe, Undo, probe
 from torch.profiler import ProfilerActivity, profile
@@ -47,9 +48,7 @@ def _table(names: Collection[str]) -> pytest.MarkDecorator:
 
 
 def _pair_of(layers: str) -> rig.Pair:
-    of_engine = (
-        {"spec": rig.te_layer_spec(), "config": {"apply_rope_fusion": True}} if layers == ENGINE else {}
-    )
+    of_engine = {"spec": te_layer_spec(), "config": {"apply_rope_fusion": True}} if layers == ENGINE else {}
     return rig.Pair(**PROBED, **of_engine)
 
 

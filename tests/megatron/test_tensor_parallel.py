@@ -14,7 +14,6 @@ import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
 from megatron.core import parallel_state
-from mla_rig import MlaTrainer
 from same_bits import assert_same_bits
 from streams import seeded
 from torch import Tensor, distributed
@@ -42,8 +41,8 @@ def eager_calls(report: dict[str, Any]) -> dict[str, int]:
     return eager
 
 
-mla = partial(MlaTrainer, kind="plain, RoPE")
-fused_mla = partial(MlaTrainer, kind="low rank, YaRN")
+mla = partial(rig.ModelTrainer, mla="plain, RoPE")
+fused_mla = partial(rig.ModelTrainer, mla="low rank, YaRN")
 # What makes the models, what is graphed, and further options of Megatron's.
 TRAININGS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     # Bug: the first pack reached Megatron's RoPE, which takes no rows behind the last document.

@@ -8,6 +8,7 @@ import megatron_rig as rig
 import parallel_jobs
 import pytest
 import torch
+from model_specs import te_layer_spec
 from rope_rig import canonical, canonical_steps
 from same_bits import assert_same_bits
 from worlds import World
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, int,
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str) -> None:
     config, ddp, plugin, steps, sites, graphs = CASES[case]
-    pair = rig.Pair(spec=rig.te_layer_spec(), config=config, ddp=ddp, plugin=plugin)
+    pair = rig.Pair(spec=te_layer_spec(), config=config, ddp=ddp, plugin=plugin)
     for index in range(steps):
         pair.step(*packs(index))
         if index % 20 == 7:
@@ -61,7 +62,7 @@ def test_bits(case: str) -> None:
 
 
 def test_padding_between_documents() -> None:
-    pair = rig.Pair(spec=rig.te_layer_spec(), config={"apply_rope_fusion": True})
+    pair = rig.Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
     for index in range(6):
         pair.step(
             rig.Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
@@ -90,7 +91,7 @@ def _fuse_weight_gradients(trainer: Trainer) -> None:
 def test_fused_weight_gradients_are_added_once(install: rig.Install) -> None:
     """Without an update, so that the gradients of a model that fuses nothing are those to expect."""
     install()
-    eager, graphed, plain = (Trainer(rig.OPTIONS, spec=rig.te_layer_spec()) for _ in range(3))
+    eager, graphed, plain = (Trainer(rig.OPTIONS, spec=te_layer_spec()) for _ in range(3))
     for trainer in (eager, graphed):
         _fuse_weight_gradients(trainer)
     for index in range(4):
@@ -108,7 +109,7 @@ def _model(**config: Any) -> Trainer:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(7, te_rng_tracker=True, force_reset_rng=True)
-    return Trainer(rig.OPTIONS, spec=rig.te_layer_spec(), config=config)
+    return Trainer(rig.OPTIONS, spec=te_layer_spec(), config=config)
 
 
 def test_dropout_from_its_random_streams() -> None:
@@ -160,7 +161,7 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
 def test_fp8_is_refused_by_name(install: rig.Install, recipe: str) -> None:
     install()
     options = dataclasses.replace(rig.OPTIONS, hidden=64, heads=2)
-    trainer = Trainer(options, spec=rig.te_layer_spec(), config={"fp8": "hybrid", "fp8_recipe": recipe})
+    trainer = Trainer(options, spec=te_layer_spec(), config={"fp8": "hybrid", "fp8_recipe": recipe})
     left: rig.Step = rig.step(trainer, [canonical((64,))])
     assert not any(grad.isnan().any() for grad in left.grads.values())
     (report,) = megagraph.reports()

@@ -12,8 +12,8 @@ import moe_rig
 import pytest
 import torch
 from leftovers import free_models
-from megatron_rig import OPTIONS, Micro, graph_config, report_of, step, te_layer_spec
-from moe_rig import block_spec
+from megatron_rig import OPTIONS, Micro, graph_config, report_of, step
+from model_specs import te_layer_spec
 from streams import seed_streams
 from torch import Tensor, nn
 
@@ -283,8 +283,7 @@ SCOPES: dict[str, Sequence[str]] = {
 def trainer_of(scopes: Sequence[str], *, engine: bool, seed: int) -> Trainer:
     options = dataclasses.replace(WIDE, seed=seed)
     if scopes:
-        spec = block_spec("EE", engine=True) if engine else None
-        return moe_rig.ExpertTrainer(options=options, spec=spec, **(EXPERTS if engine else {}))
+        return moe_rig.ExpertTrainer(options=options, engine=engine, **(EXPERTS if engine else {}))
     config = {"normalization": "RMSNorm"} if engine else None
     return Trainer(options, config=config, spec=te_layer_spec() if engine else None)
 

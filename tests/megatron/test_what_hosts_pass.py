@@ -3,23 +3,13 @@
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    Install,
-    Micro,
-    Pair,
-    eager_since,
-    forward,
-    report_of,
-    schedule,
-    step,
-)
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, distributed, nn
 
 import megagraph
@@ -29,27 +19,20 @@ from megagraph.demo.trainer import Trainer, gpt_model, in_half_precision, transf
 pytestmark = pytest.mark.both
 
 
-def trained(install: Install, **changes: Any) -> Trainer:
+def trained(install: rig.Install, **changes: Any) -> Trainer:
     """A model whose training and forward-only kinds are captured."""
     install(**changes)
-    trainer = Trainer(OPTIONS)
+    trainer = Trainer(rig.OPTIONS)
     for _ in range(3):
-        step(trainer, [ONE], update=False)
+        rig.step(trainer, [rig.ONE], update=False)
         with torch.no_grad():
-            forward(trainer.model, ONE, trainer.device)
+            rig.forward(trainer.model, rig.ONE, trainer.device)
     return trainer
 
 
 @torch.no_grad()
-def call(trainer: Trainer, *, params: Any = None, **arguments: Any) -> Any:
-    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in ONE.row_lists())
-    given = {"attention_mask": None, "labels": labels, **arguments}
-    return trainer.chunk(
-        input_ids=tokens,
-        position_ids=positions,
-        packed_seq_params=ONE.params(trainer.device) if params is None else params,
-        **given,
-    )
+def call(trainer: Trainer, **arguments: Any) -> Any:
+    return trainer.chunk(**{**rig.ONE.given(trainer.device), **arguments})
 
 
 def given_to(module: Any) -> list[dict[str, Any]]:
@@ -60,60 +43,62 @@ def given_to(module: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_a_mask_beside_a_pack_reaches_the_layers(install: Install, mode: str) -> None:
+def test_a_mask_beside_a_pack_reaches_the_layers(install: rig.Install, mode: str) -> None:
     """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it."""
     trainer = trained(install, mode=mode)
-    before = report_of(trainer)
-    mask = torch.zeros(1, 1, ONE.physical, ONE.physical, dtype=torch.bool, device=trainer.device)
+    before = rig.report_of(trainer)
+    mask = torch.zeros(1, 1, rig.ONE.physical, rig.ONE.physical, dtype=torch.bool, device=trainer.device)
     seen = given_to(trainer.chunk.decoder.layers[0])
     call(trainer, attention_mask=mask)
     assert [given["attention_mask"] is mask for given in seen] == [True]
-    assert eager_since(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert rig.eager_since(rig.report_of(trainer), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
 
 
 @pytest.mark.parametrize("field", ["local_cp_size", "cp_group"])
-def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(install: Install, field: str) -> None:
+def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(
+    install: rig.Install, field: str
+) -> None:
     """Bug: both fields were dropped, so that a rank attended to its own share of the pack alone."""
     trainer = trained(install)
-    before = report_of(trainer)
+    before = rig.report_of(trainer)
     given = 2 if field == "local_cp_size" else distributed.group.WORLD
-    params = dataclasses.replace(ONE.params(trainer.device), **{field: given})
+    params = dataclasses.replace(rig.ONE.params(trainer.device), **{field: given})
     if field == "local_cp_size":
         with pytest.raises(ValueError, match="expected a cp_group of local_cp_size 2, got none"):
-            call(trainer, params=params)
+            call(trainer, packed_seq_params=params)
     else:
-        call(trainer, params=params)
-    assert eager_since(report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": LAYERS}
+        call(trainer, packed_seq_params=params)
+    assert rig.eager_since(rig.report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": rig.LAYERS}
 
 
-def test_a_field_that_dense_layers_do_not_read_changes_nothing(install: Install) -> None:
-    """`tokens_per_sample` is for a loss of experts; test_seq_idx.py has the other new fields."""
+def test_a_field_that_dense_layers_do_not_read_changes_nothing(install: rig.Install) -> None:
+    """`tokens_per_sample` is for a loss of experts; `seq_idx` is below."""
     trainer = trained(install)
-    params = ONE.params(trainer.device)
+    params = rig.ONE.params(trainer.device)
     if not hasattr(params, "tokens_per_sample"):
         pytest.skip("this release of megatron-core has no tokens_per_sample")
-    before = report_of(trainer)["replays"]
+    before = rig.report_of(trainer)["replays"]
     expected = call(trainer).clone()
-    given = dataclasses.replace(params, tokens_per_sample=ONE.physical)
-    assert torch.equal(call(trainer, params=given), expected)
-    assert report_of(trainer)["replays"] == before + 2 * LAYERS
+    given = dataclasses.replace(params, tokens_per_sample=rig.ONE.physical)
+    assert torch.equal(call(trainer, packed_seq_params=given), expected)
+    assert rig.report_of(trainer)["replays"] == before + 2 * rig.LAYERS
 
 
-def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: Install) -> None:
+def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: rig.Install) -> None:
     """Bug: the canonical pack was made of the class's fields alone."""
     trainer = trained(install)
-    before = report_of(trainer)["replays"]
-    params = ONE.params(trainer.device)
+    before = rig.report_of(trainer)["replays"]
+    params = rig.ONE.params(trainer.device)
     params.seq_lens = [9, 20]
     seen = given_to(trainer.chunk.decoder)
-    call(trainer, params=params)
-    assert report_of(trainer)["replays"] == before + LAYERS
+    call(trainer, packed_seq_params=params)
+    assert rig.report_of(trainer)["replays"] == before + rig.LAYERS
     (given,) = seen
     assert given["packed_seq_params"] is not params and given["packed_seq_params"].seq_lens == [9, 20]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _OtherMicro(Micro):
+class _OtherMicro(rig.Micro):
     """One whose pack is of a class of the host's, which is not made of a pack's fields alone."""
 
     def params(self, device: torch.device) -> Any:
@@ -128,20 +113,20 @@ class _OtherMicro(Micro):
         return Other("a host's", **fields)
 
 
-def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair: Pair) -> None:
+def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair: rig.Pair) -> None:
     """Bug: graphs were captured for packs of its class, which could not be made."""
-    pair.step(ONE, _OtherMicro(lengths=(4,) * 9), times=3)
-    pair.ran(2 * LAYERS, WARMING_UP=LAYERS, TOO_MANY_SEQUENCES=3 * LAYERS)
+    pair.step(rig.ONE, _OtherMicro(lengths=(4,) * 9), times=3)
+    pair.ran(2 * rig.LAYERS, WARMING_UP=rig.LAYERS, TOO_MANY_SEQUENCES=3 * rig.LAYERS)
 
 
-def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
+def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
     """Bug: `extract_layer_indices` ended in an AttributeError."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     forward_of_block = inspect.unwrap(TransformerBlock.forward)
     if "extract_layer_indices" not in inspect.signature(forward_of_block).parameters:
         pytest.skip("this release of megatron-core has no extract_layer_indices")
-    pair.step(ONE, times=4)
+    pair.step(rig.ONE, times=4)
     before = pair.report()
     seen: list[list[Tensor]] = []
     for trainer in pair.both:
@@ -160,7 +145,7 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
     eager, graphed = seen
     assert len(eager) == len(graphed) == 2
     assert all(map(torch.equal, eager, graphed))
-    assert eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert rig.eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
 
 
 def test_a_table_that_equalled_the_captures_is_compared_again_once_either_is_written() -> None:
@@ -190,17 +175,135 @@ class _Around(nn.Module):
         self.module.set_input_tensor(tensor)
 
 
-def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install: Install) -> None:
+def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install: rig.Install) -> None:
     """Bug: what a wrapper holds was looked up once; the next model was a guest in its own steps."""
     install(cuda_graph_warmup_steps=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models: list[Any] = [
-        in_half_precision(gpt_model(OPTIONS, transformer_config(OPTIONS)).to(device)).eval() for _ in range(2)
+        in_half_precision(gpt_model(rig.OPTIONS, transformer_config(rig.OPTIONS)).to(device)).eval()
+        for _ in range(2)
     ]
     around = _Around(models[0])
     for model in models:
         around.module = model
         for _ in range(3):
             with torch.no_grad():
-                schedule(around, [ONE], 1, device, forward_only=True)
-    assert [report["replays"] for report in megagraph.reports()] == [2 * LAYERS, 2 * LAYERS]
+                rig.schedule(around, [rig.ONE], 1, device, forward_only=True)
+    assert [report["replays"] for report in megagraph.reports()] == [2 * rig.LAYERS, 2 * rig.LAYERS]
+
+
+# -- packs that say of each row which document it is of, and layers that read it ---------------------
+
+has_seq_idx = pytest.mark.skipif(
+    not hasattr(PackedSeqParams, "seq_idx"), reason="this release of megatron-core has no seq_idx"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexed(rig.Micro):
+    """A micro-batch whose pack has `seq_idx`, made by Megatron, or whatever `fields` say."""
+
+    fields: Mapping[str, Any] | None = None
+
+    def params(self, device: torch.device) -> Any:
+        fields = {"total_tokens": self.physical} if self.fields is None else self.fields
+        return dataclasses.replace(super().params(device), **fields)
+
+
+def layer_by_document() -> Any:
+    """A layer that treats the rows of each document in another way."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    class LayerByDocument(TransformerLayer):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+            index = packed_seq_params.seq_idx
+            if index is not None:
+                assert index.shape == (1, hidden_states.size(0)) and index.dtype is torch.int32
+                assert packed_seq_params.total_tokens == hidden_states.size(0)
+                hidden_states = hidden_states * (1 + 0.125 * index.view(-1, 1, 1)).to(hidden_states.dtype)
+            return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    spec = megagraph.get_gpt_layer_varlen_spec()
+    spec.module = LayerByDocument
+    return spec
+
+
+PACKS = (
+    Indexed(lengths=(9, 20)),
+    Indexed(lengths=(30, 3, 31), seed=1),  # fills the capacity
+    Indexed(lengths=(5, 0, 6), seed=2, tail=4),
+    Indexed(lengths=(1, 2, 3, 4, 5), seed=3, padded=(4, 4, 4, 4, 8)),  # as many documents as may be
+)
+
+
+@has_seq_idx
+def test_a_layer_that_reads_seq_idx_has_the_bits_of_eager() -> None:
+    """Bug: the canonical pack had none, so that such a layer did something else."""
+    pair = rig.Pair(spec=layer_by_document())
+    for shift in range(4):
+        pair.step(*(PACKS[(shift + place) % len(PACKS)] for place in range(3)))
+        pair.evaluate(PACKS[shift % len(PACKS)])
+    report = pair.report()
+    assert set(report["eager"]) == {"WARMING_UP"}
+    assert report["replays"] >= 2 * 4 * rig.LAYERS
+
+
+@has_seq_idx
+def test_valid_rows_have_the_losses_of_an_unpatched_run(install: rig.Install) -> None:
+    def losses() -> list[list[Tensor]]:
+        trainer = rig.ModelTrainer(spec=layer_by_document())
+        return [rig.step(trainer, PACKS[:2]).losses for _ in range(4)]  # Megatron's RoPE takes no tail
+
+    unpatched = losses()
+    install()
+    patched = losses()
+    (report,) = megagraph.reports()
+    assert report["replays"] >= 3 * 2 * rig.LAYERS - rig.LAYERS
+    torch.testing.assert_close(patched, unpatched)
+
+
+@has_seq_idx
+def test_packs_with_and_without_are_of_two_kinds() -> None:
+    pair = rig.Pair(spec=layer_by_document())
+    plain = rig.Micro(lengths=(9, 20))
+    pair.step(PACKS[0], times=3)
+    pair.step(plain, times=3)
+    pair.step(PACKS[0], plain)
+    report = pair.report()
+    assert set(report["eager"]) == {"WARMING_UP"}
+    assert report["replays"] == (2 + 2 + 2) * rig.LAYERS
+
+
+@has_seq_idx
+@pytest.mark.parametrize(
+    "seq_idx",
+    [
+        torch.zeros(1, 12, dtype=torch.int32),
+        torch.zeros(1, 29, dtype=torch.int64),
+        torch.zeros(29, dtype=torch.int32),
+        torch.zeros(29, 1, dtype=torch.int32),
+        [0] * 29,
+    ],
+    ids=["of other rows", "of another type", "of one dimension", "of columns", "no tensor"],
+)
+def test_a_seq_idx_that_cannot_be_staged_runs_as_given(trainer: Trainer, seq_idx: Any) -> None:
+    placed = seq_idx.to(trainer.device) if isinstance(seq_idx, Tensor) else seq_idx
+    rig.step(trainer, [Indexed(lengths=(9, 20), fields={"seq_idx": placed})], times=3)
+    assert rig.report_of(trainer)["eager"] == {"SIGNATURE_CHANGED": 3 * rig.LAYERS}
+
+
+@has_seq_idx
+def test_the_rows_past_a_pack_are_no_documents(install: rig.Install) -> None:
+    """They have the number after the last one that the capacity holds."""
+    install(mode="eager")
+    trainer = rig.ModelTrainer()
+    seen: list[Tensor] = []
+
+    def look(given: dict[str, Any]) -> dict[str, Any]:
+        seen.append(given["packed_seq_params"].seq_idx)
+        return given
+
+    rig.hands(trainer.chunk.decoder.layers[0], look)
+    rig.step(trainer, [PACKS[2]])
+    rows = [*[0] * 5, *[2] * 6, *[3] * 4, *[rig.CAPACITY.num_seqs] * (rig.CAPACITY.tokens - 15)]
+    assert seen[0].tolist() == [rows]

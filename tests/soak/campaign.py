@@ -24,8 +24,7 @@ from megagraph.demo.cpu import megatron_on_cpu
 from megagraph.demo.trainer import process_groups
 
 from .ranks import run_on_ranks
-from .scenarios import Scenario, draw
-from .shrink import shrink
+from .scenarios import Scenario, draw, shrink
 from .twins import Outcome, run
 
 __all__ = ["Campaign"]

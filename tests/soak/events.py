@@ -19,9 +19,9 @@ import megatron_rig as rig
 import torch
 from leftovers import forget_loss_scale
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from parallel_jobs import SeesOps
 from state_changes import CHANGES as OF_PROBES
 from torch import distributed
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph
 
@@ -260,15 +260,10 @@ def _side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-class _WatchesOps(TorchDispatchMode):  # type: ignore[misc]
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...]]] = {
     "skipped": (megagraph.disable_cuda_graphs_this_step, ("DISABLED",)),
     "suspended": (_suspended, ("SUSPENDED",)),
-    "a watch of all ops": (_WatchesOps, ("SIGNATURE_CHANGED",)),
+    "a watch of all ops": (SeesOps, ("SIGNATURE_CHANGED",)),
     "tensors saved on the host": (torch.autograd.graph.save_on_cpu, ("RECOMPUTING",)),
     "another default dtype": (_default_dtype, ("NUMERICS_CHANGED",)),
     "one thread of autograd": (lambda: torch.autograd.set_multithreading_enabled(False), ()),

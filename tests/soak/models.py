@@ -11,9 +11,9 @@ import moe_rig
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, adapt
 from mamba_rig import mamba, mamba_experts
-from megatron_rig import HYBRID_PATTERN, ON_GPU, ModelTrainer, around_mlps, graph_config, te_layer_spec
-from mla_rig import KINDS as MLA_KINDS
-from mla_rig import MlaTrainer
+from megatron_rig import HYBRID_PATTERN, ON_GPU, ModelTrainer, around_mlps, graph_config
+from model_specs import KINDS as MLA_KINDS
+from model_specs import te_layer_spec
 from moe_rig import ExpertTrainer
 from state_changes import Probe
 from streams import seeded
@@ -134,7 +134,7 @@ if seams.hybrid_seams():
 for _name in MLA_KINDS:
     # The table of one is made on a GPU.
     _layouts = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
-    KINDS[f"MLA: {_name}"] = Kind(make=partial(MlaTrainer, kind=_name), layouts=_layouts)
+    KINDS[f"MLA: {_name}"] = Kind(make=partial(ModelTrainer, mla=_name), layouts=_layouts)
 if ON_GPU:
     KINDS["engine"] = Kind(make=lambda **given: ModelTrainer(spec=te_layer_spec(), **given))
 KINDS = {name: Kind(**{**vars(kind), "make": seeded(kind.make)}) for name, kind in KINDS.items()}
