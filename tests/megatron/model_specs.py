@@ -61,7 +61,8 @@ def spec_of(config: Any, kinds: str = "", pattern: str = "", *, engine: bool = F
     if config.multi_latent_attention:
         given["multi_latent_attention"] = True
     if kinds:
-        return block_spec(kinds, engine=engine, **given)
+        of_experts = {"num_experts": config.num_moe_experts, "is_grouped": config.moe_grouped_gemm}
+        return block_spec(kinds, engine=engine, **of_experts, **given)
     return te_layer_spec(**given) if engine else megagraph.get_gpt_block_varlen_spec(config, **given)
 
 
@@ -77,7 +78,7 @@ def block_spec(
     *,
     engine: bool = False,  # of Transformer Engine's modules
     is_grouped: bool | None = None,
-    num_experts: int = EXPERTS,  # of each layer that has any
+    num_experts: int | None = EXPERTS,  # of each layer that has any
     **attention: Any,  # further arguments of each layer's spec
 ) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -16,7 +16,6 @@ import moe_rig
 import pytest
 from mamba_rig import Documented, mamba_experts, mamba_spec
 from megatron_rig import OPTIONS, compare_runs, needs_engine, ran, steps_of
-from model_specs import block_spec
 from moe_rig import Config, ExpertTrainer
 from streams import seeded
 
@@ -92,17 +91,12 @@ MODELS = {
 }
 
 
-def spec_of(model: Model, layers: str, is_grouped: bool | None) -> Any:
-    """Of a block, or of a stack, which has real mixers where mamba-ssm is installed."""
-    is_engine = layers == "Transformer Engine"
-    if model.is_hybrid and is_engine:
+def stack_spec(is_engine: bool) -> Any:
+    """Of a hybrid stack, which has real mixers where mamba-ssm is installed."""
+    if is_engine:
         return pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
-    if model.is_hybrid:
-        given = {"num_experts": 8, "moe_grouped_gemm": False, "normalization": "RMSNorm"}
-        return (megagraph.get_hybrid_stack_varlen_spec if HAS_MIXERS else mamba_spec)(**given)
-    given: Config = {} if is_engine else {"normalization": "RMSNorm"}
-    given |= {"multi_latent_attention": True, "qk_layernorm": True} if model.mla else {}
-    return block_spec(model.kinds, engine=is_engine, is_grouped=is_grouped, num_experts=8, **given)
+    given = {"num_experts": 8, "moe_grouped_gemm": False, "normalization": "RMSNorm"}
+    return (megagraph.get_hybrid_stack_varlen_spec if HAS_MIXERS else mamba_spec)(**given)
 
 
 def compare(
@@ -116,18 +110,16 @@ def compare(
     **further: Any,
 ) -> Config:
     """Trains eager and graphed, with the same bits. Returns the report of the graphs."""
-    model = MODELS[name]
-    make = mamba_experts if model.is_hybrid else partial(ExpertTrainer, model.kinds)
-    options = dataclasses.replace(OPTIONS, hidden=128, heads=2) if model.is_hybrid else OPTIONS
-    changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {})}
-    if layers == "Transformer Engine":
-        changes["moe_grouped_gemm"] = model.config["num_moe_experts"] is not None
+    model, is_engine = MODELS[name], layers == "Transformer Engine"
+    changes = {"normalization": "RMSNorm", "is_grouped": never_waits, **model.config}
+    changes["moe_grouped_gemm"] = is_engine and model.config["num_moe_experts"] is not None
     if model.is_hybrid:
-        changes["pattern"] = model.kinds
-    changes |= {"options": options, "mla": model.mla, "is_grouped": never_waits, **further}
-    changes["spec"] = spec_of(model, layers, changes.get("moe_grouped_gemm"))
+        make: Any = partial(mamba_experts, model.kinds, spec=stack_spec(is_engine))
+        changes |= {"options": dataclasses.replace(OPTIONS, hidden=128, heads=2), **MIXER}
+    else:
+        make = partial(ExpertTrainer, model.kinds, mla=model.mla, engine=is_engine)
     steps, plugin = steps_of(count, make=packs), {"cuda_graph_modules": scopes}
-    run = compare_runs(steps, seeded(make), plugin, **changes)
+    run = compare_runs(steps, seeded(make), plugin, **{**changes, **further})
     assert all(bool(left.metrics) == ("E" in model.kinds) for left in run.steps)
     return run.report
 
