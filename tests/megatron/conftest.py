@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
@@ -39,10 +40,9 @@ def process_group() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.distributed's own, of a group on the CPU
         logging.getLogger("megatron").setLevel(logging.ERROR)
-        distributed.distributed_c10d.ProcessGroupGloo = (
-            OnOneDevice  # or threads of 60 others look all the time
-        )
-        with megatron_on_cpu():
+        # Or the threads of sixty devices would look all the time.
+        one_device = mock.patch.object(distributed.distributed_c10d, "ProcessGroupGloo", OnOneDevice)
+        with megatron_on_cpu(), one_device:
             group = process_groups()
             group.__enter__()
     yield
