@@ -24,7 +24,6 @@ from megagraph.packs.ops import thd_partition_indices
 from megagraph.packs.schedule import ScheduleLimits
 
 
-@dataclass(frozen=True, kw_only=True)
 class SharedMicro(rig.Micro):
     """A micro-batch of which a rank has its share of every document's rows."""
 

@@ -2,7 +2,6 @@
 """Hybrid models whose Mamba layers have a mixer in plain torch: the real one needs a GPU and mamba-ssm."""
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,12 @@ from megagraph.megatron import seams
 PATTERN = "M*-M"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Documented(Micro):
     """A micro-batch whose pack says the document of each row, where the release's packs can."""
 
-    says_documents: bool = True  # whether it does
-
     def params(self, device: torch.device) -> Any:
-        made = super().params(device)
-        if self.says_documents and seams.packs_say_documents():
-            made = dataclasses.replace(made, total_tokens=self.physical)
-        return made
+        said = {"total_tokens": self.physical} if seams.packs_say_documents() else {}
+        return dataclasses.replace(super().params(device), **said)
 
 
 class PlainMixer(nn.Module):

@@ -51,6 +51,7 @@ class Micro:
     tail: int = 0  # rows past the last offset
     tail_token: int = 0  # what stands in those rows
     mask_seed: int | None = None  # of its padding mask, if it has one
+    pack: Callable[[Any], Any] = lambda made: made  # what a host makes of its pack
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ class Micro:
 
     def params(self, device: torch.device) -> Any:
         padded = None if self.padded is None else offsets(self.padded, device)
-        return packed(offsets(self.lengths, device), padded, max_seqlen_q=self.longest)
+        return self.pack(packed(offsets(self.lengths, device), padded, max_seqlen_q=self.longest))
 
 
 def packed(actual: Tensor, padded: Tensor | None = None, **fields: Any) -> Any:
@@ -121,14 +122,9 @@ def packed(actual: Tensor, padded: Tensor | None = None, **fields: Any) -> Any:
     return PackedSeqParams(**vars(pack_of(actual, padded, **fields)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split(Micro):
-    """Its queries and keys have offsets of their own, for all that anybody can tell without waiting."""
-
-    def params(self, device: torch.device) -> Any:
-        params = super().params(device)
-        params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
-        return params
+def split(pack: Any) -> Any:
+    """Queries and keys have offsets of their own, for all that anybody can tell without waiting."""
+    return dataclasses.replace(pack, cu_seqlens_kv=pack.cu_seqlens_kv.clone())
 
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)

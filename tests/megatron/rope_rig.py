@@ -36,7 +36,6 @@ class Declared(Micro):
         return params
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pictures(Micro):
     """A pack whose tokens have a time, a height and a width, none of which begins at 0."""
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph holds collectives only of groups whose ranks run the same pack; they agree on what they learn."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -257,11 +258,10 @@ def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
     many = [rig.Micro(lengths=(4,) * 10 + (24,)), rig.Micro(lengths=(33, 7), seed=1)]
     steps = [many, *(micros[::2] for micros in parallel_jobs.steps_of(STEPS - 1, seed=1))]
     if distributed.get_rank() == 0:
-        fields = [vars(micro) for micro in many]
         if how == "unreadable":
-            steps[0] = [rig.Split(**each) for each in fields]
+            steps[0] = [dataclasses.replace(micro, pack=rig.split) for micro in many]
         else:  # its offsets end in empty documents
-            steps[0] = [rig.Micro(**{**each, "lengths": each["lengths"] + (0,) * 20}) for each in fields]
+            steps[0] = [dataclasses.replace(micro, lengths=micro.lengths + (0,) * 20) for micro in many]
     runs = {}
     for mode in ("eager", "graph"):
         seed_streams()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HybridModel (MambaModel before 0.18), its Mamba layers with a mixer of ours: graphed, or refused."""
 
-import dataclasses
 import importlib
 from typing import Any
 
@@ -164,12 +163,12 @@ def test_a_foreign_layer_in_the_place_of_experts_is_refused_by_name(
 OF_PATTERN = len(PATTERN)
 
 
-def packs(count: int, says_documents: bool = True, tails: bool = True) -> list[list[Documented]]:
+def packs(count: int, make: Any = Documented, tails: bool = True) -> list[list[rig.Micro]]:
     """Steps of three packs, no two alike: padded documents, empty ones, tails, a full capacity."""
-    steps = steps_of(count, align=4, make=Documented, tails=tails, says_documents=says_documents)
+    steps = steps_of(count, align=4, make=make, tails=tails)
     for index, micros in enumerate(steps):
         lengths = (5, 7, 0, 5) if index % 2 else (30, 3, 31)
-        micros[index % 3] = Documented(lengths=lengths, seed=index, says_documents=says_documents)
+        micros[index % 3] = make(lengths=lengths, seed=index)
     return steps
 
 
@@ -191,7 +190,6 @@ def test_of_a_canonical_packs_rows_those_that_were_given_have_the_losses_of_an_u
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherFirst(Documented):
     """Has other tokens in its first document, and the same in all others."""
 
@@ -217,10 +215,10 @@ def test_no_document_sees_another_nor_the_rows_past_the_pack(install: Install) -
 def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
     """Since 0.17 a mixer that is told of no documents carries its state through all of them, in eager too."""
     pair = Pair(mamba)
-    assert pair.train(packs(4, says_documents=False))["eager"] == {"WARMING_UP": 3 * OF_PATTERN}
+    assert pair.train(packs(4, rig.Micro))["eager"] == {"WARMING_UP": 3 * OF_PATTERN}
     told, untold = (
-        step(pair.graphed, [Documented(lengths=(9, 20), says_documents=says)], update=False).losses[0]
-        for says in (True, False)
+        step(pair.graphed, [make(lengths=(9, 20))], update=False).losses[0]
+        for make in (Documented, rig.Micro)
     )
     assert torch.equal(told, untold) == (not seams.packs_say_documents())
 

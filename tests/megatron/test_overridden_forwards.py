@@ -37,15 +37,8 @@ OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
 OTHER_FULL = Micro(lengths=(30, 19, 8, 4, 3), seed=3)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Swapped(Micro):
-    """The rows of `FULL`, in a pack of other documents."""
-
-    def params(self, device: torch.device) -> Any:
-        return OTHER_FULL.params(device)
-
-
-FULL_OF_OTHER = _Swapped(lengths=FULL.lengths, seed=3)
+# The rows of `FULL`, in a pack of other documents.
+FULL_OF_OTHER = dataclasses.replace(FULL, pack=lambda made: OTHER_FULL.params(made.cu_seqlens_q.device))
 
 
 def _handing_on(cls: Any) -> type:

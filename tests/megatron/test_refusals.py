@@ -2,7 +2,6 @@
 """What keeps a whole model eager, each by its name; and models without Megatron's DDP."""
 
 import copy
-import dataclasses
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -168,18 +167,12 @@ def test_megatrons_own_graphs_beside_ours_are_an_error(
         rig.step(trainer, [rig.ONE])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unpacked(rig.Micro):
-    def params(self, device: torch.device) -> Any:
-        return None
-
-
-OF_NO_GRAPH = {"NO_PACK_METADATA": Unpacked, "SIGNATURE_CHANGED": rig.Split}
+OF_NO_GRAPH = {"NO_PACK_METADATA": lambda _pack: None, "SIGNATURE_CHANGED": rig.split}
 
 
 @pytest.mark.parametrize("reason", OF_NO_GRAPH)
 def test_a_micro_batch_that_no_graph_takes_runs_eager(reason: str, pair: rig.Pair) -> None:
-    pair.step(rig.ONE, OF_NO_GRAPH[reason](lengths=(30,)), times=3)
+    pair.step(rig.ONE, rig.Micro(lengths=(30,), pack=OF_NO_GRAPH[reason]), times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": rig.LAYERS, reason: 3 * rig.LAYERS}
     assert report["replays"] == 2 * rig.LAYERS

@@ -38,7 +38,6 @@ HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
 WITHOUT_EMPTY = [(10, 30, 20, 3, 1), (32, 2, 20, 2, 8), (12, 13, 13, 13, 13), (1, 29, 1, 32, 1)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Keys(rope_rig.Declared):
     """Its keys declare another length. Megatron makes its table of the larger of the two."""
 
@@ -48,7 +47,6 @@ class Keys(rope_rig.Declared):
         return params
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Full(rope_rig.Pictures, rope_rig.Declared):
     """As canonical packs are."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import moe_rig
 import pytest
 from mamba_rig import Documented, mamba_experts, mamba_spec
-from megatron_rig import OPTIONS, compare_runs, needs_engine, ran, steps_of
+from megatron_rig import OPTIONS, Micro, compare_runs, needs_engine, ran, steps_of
 from moe_rig import Config, ExpertTrainer
 from streams import seeded
 
@@ -154,8 +154,7 @@ def test_steps_have_the_bits_of_eager(name: str, scopes: Scopes, count: int, lay
 @pytest.mark.skipif(not HAS_MIXERS, reason="needs mamba-ssm and causal-conv1d")
 @pytest.mark.skipif(not seams.packs_say_documents(), reason="mixers know the documents by the offsets")
 def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
-    packs = partial(Documented, says_documents=False)
-    report = compare("hybrid with Mamba and experts", "core", ("mamba", "attn", "mlp"), 8, packs=packs)
+    report = compare("hybrid with Mamba and experts", "core", ("mamba", "attn", "mlp"), 8, packs=Micro)
     check_report(report, 8)
 
 

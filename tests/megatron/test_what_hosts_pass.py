@@ -3,12 +3,13 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import megatron_rig as rig
 import pytest
 import torch
+from mamba_rig import Documented
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, distributed, nn
 
@@ -97,25 +98,18 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: r
     assert given["packed_seq_params"] is not params and given["packed_seq_params"].seq_lens == [9, 20]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _OtherMicro(rig.Micro):
-    """One whose pack is of a class of the host's, which is not made of a pack's fields alone."""
+class OtherParams(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """A class of the host's, which is not made of a pack's fields alone."""
 
-    def params(self, device: torch.device) -> Any:
-        plain = super().params(device)
-
-        class Other(type(plain)):  # type: ignore[misc]
-            def __init__(self, further: str, **fields: Any) -> None:
-                super().__init__(**fields)
-                self.further = further
-
-        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
-        return Other("a host's", **fields)
+    def __init__(self, further: str, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.further = further
 
 
 def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair: rig.Pair) -> None:
     """Bug: graphs were captured for packs of its class, which could not be made."""
-    pair.step(rig.ONE, _OtherMicro(lengths=(4,) * 9), times=3)
+    others = rig.Micro(lengths=(4,) * 9, pack=lambda made: OtherParams("a host's", **vars(made)))
+    pair.step(rig.ONE, others, times=3)
     pair.ran(2 * rig.LAYERS, WARMING_UP=rig.LAYERS, TOO_MANY_SEQUENCES=3 * rig.LAYERS)
 
 
@@ -199,17 +193,6 @@ has_seq_idx = pytest.mark.skipif(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Indexed(rig.Micro):
-    """A micro-batch whose pack has `seq_idx`, made by Megatron, or whatever `fields` say."""
-
-    fields: Mapping[str, Any] | None = None
-
-    def params(self, device: torch.device) -> Any:
-        fields = {"total_tokens": self.physical} if self.fields is None else self.fields
-        return dataclasses.replace(super().params(device), **fields)
-
-
 def layer_by_document() -> Any:
     """A layer that treats the rows of each document in another way."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -229,10 +212,10 @@ def layer_by_document() -> Any:
 
 
 PACKS = (
-    Indexed(lengths=(9, 20)),
-    Indexed(lengths=(30, 3, 31), seed=1),  # fills the capacity
-    Indexed(lengths=(5, 0, 6), seed=2, tail=4),
-    Indexed(lengths=(1, 2, 3, 4, 5), seed=3, padded=(4, 4, 4, 4, 8)),  # as many documents as may be
+    Documented(lengths=(9, 20)),
+    Documented(lengths=(30, 3, 31), seed=1),  # fills the capacity
+    Documented(lengths=(5, 0, 6), seed=2, tail=4),
+    Documented(lengths=(1, 2, 3, 4, 5), seed=3, padded=(4, 4, 4, 4, 8)),  # as many documents as may be
 )
 
 
@@ -288,7 +271,8 @@ def test_packs_with_and_without_are_of_two_kinds() -> None:
 )
 def test_a_seq_idx_that_cannot_be_staged_runs_as_given(trainer: Trainer, seq_idx: Any) -> None:
     placed = seq_idx.to(trainer.device) if isinstance(seq_idx, Tensor) else seq_idx
-    rig.step(trainer, [Indexed(lengths=(9, 20), fields={"seq_idx": placed})], times=3)
+    micro = rig.Micro(lengths=(9, 20), pack=partial(dataclasses.replace, seq_idx=placed))
+    rig.step(trainer, [micro], times=3)
     assert rig.report_of(trainer)["eager"] == {"SIGNATURE_CHANGED": 3 * rig.LAYERS}
 
 
