@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example of the documentation runs here, or says in its first line that it is a fragment.
+"""Every example of the documentation runs, or says in its first line that it is a fragment.
 
-In a folder with the script and the options of docs/first-hour.md, on a CPU if there is no GPU.
+In a folder with the script and the options of docs/first-hour.md, and in a process without a GPU: scripts end
+the groups of theirs.
 """
 
+import contextlib
+import io
 import logging
+import multiprocessing
+import os
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,21 +46,16 @@ def test_every_block_says_what_it_is(path: Path) -> None:
             compile(code, named(path), "exec")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Has `train.py`, also in a package, and `megagraph.toml`."""
+def write_first_hour(folder: Path) -> None:
+    """`train.py`, also in a package, and `megagraph.toml`."""
     (script,), (options,) = (
         [code for found, code in FENCE.findall(read(FIRST_HOUR)) if found == language]
         for language in ("python", "toml")
     )
-    (tmp_path / "package").mkdir()
+    (folder / "package").mkdir()
     for place in ("train.py", "package/train.py"):
-        (tmp_path / place).write_text(script, encoding="utf-8")
-    (tmp_path / "megagraph.toml").write_text(options, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    with megatron_on_cpu():
-        yield tmp_path
+        (folder / place).write_text(script, encoding="utf-8")
+    (folder / "megagraph.toml").write_text(options, encoding="utf-8")
 
 
 def run_line(line: str) -> None:
@@ -88,14 +90,13 @@ def without_figures(text: str) -> str:
     return re.sub(r"\d+(?:\.\d+)+\S*", "#", re.sub(r" +$", "", text, flags=re.MULTILINE))
 
 
-@pytest.mark.megatron
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("path", PAGES, ids=named)
-def test_every_block_runs(
-    path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="megagraph")
+@megatron_on_cpu()
+def run_page(path: Path, folder: Path) -> None:
+    """All of its examples, one after another."""
+    os.chdir(folder)
+    write_first_hour(folder)
     names: dict[str, Any] = {}
+    printed = ""
     for language, code in FENCE.findall(read(path)):
         if is_fragment(code):
             continue
@@ -103,15 +104,33 @@ def test_every_block_runs(
             with process_groups():
                 exec(compile(code, named(path), "exec"), names)
         elif language == "toml":
-            (tmp_path / "shown.toml").write_text(code, encoding="utf-8")
-            assert GraphConfig.from_toml(tmp_path / "shown.toml").all_capacities()
+            (folder / "shown.toml").write_text(code, encoding="utf-8")
+            assert GraphConfig.from_toml(folder / "shown.toml").all_capacities()
         elif language == "sh":
-            capfd.readouterr()
-            caplog.clear()
-            for line in code.replace("\\\n", "").splitlines():
-                run_line(line)
+            logging.getLogger("megagraph").handlers.clear()  # it has one that knows where to print
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                for line in code.replace("\\\n", "").splitlines():
+                    run_line(line)
+            printed = without_figures(out.getvalue())
         elif language == "text" and path == FIRST_HOUR:
-            logged = [f"megagraph: {record.getMessage()}" for record in caplog.records]
-            printed = without_figures("\n".join([*capfd.readouterr(), *logged]))
             for line in without_figures(code).splitlines():
-                assert line.removesuffix("...") in printed, line
+                assert line.removesuffix("...") in printed, f"{line} in {printed}"
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Executor]:
+    """A process on the CPU."""
+    left = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
+    with (
+        mock.patch.dict(os.environ, left | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}, clear=True),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes,
+    ):
+        processes.submit(int).result()  # begins under these variables
+        yield processes
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_block_runs(path: Path, elsewhere: Executor, tmp_path: Path) -> None:
+    elsewhere.submit(run_page, path, tmp_path).result()

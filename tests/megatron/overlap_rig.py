@@ -93,7 +93,8 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         delays: str = "",  # how linear layers make gradients that could come later
         **changes: Any,
     ) -> None:
-        self._overlaps, self._engine, self._delays = overlaps, engine, delays
+        self._overlaps, self._delays = overlaps, delays
+        self._needs_shim = bool(delays) and not engine  # core's linear layers delay nothing
         if delays in _LATE:
             changes["ddp"] = {"delay_wgrad_compute": True, **changes.get("ddp", {})}
         of_engine = {"moe_grouped_gemm": True, "normalization": "RMSNorm"} if engine else {}
@@ -104,7 +105,7 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         config.overlap_moe_expert_parallel_comm |= self._overlaps
         config.delay_wgrad_compute |= self._delays in _LATE
         chunk = super().make_chunk(config, spec)
-        if self._delays and not self._engine:
+        if self._needs_shim:
             delay_linears(chunk, self._delays)
         for module in chunk.decoder.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):

@@ -72,7 +72,7 @@ def test_a_job_of_two_ranks(ways: Sequence[str], tmp_path: Path) -> None:
 def run_two_ranks(folder: Path, ways: Sequence[str]) -> tuple[int, str, str]:
     """The exit code of torchrun, and what its ranks wrote to stdout and stderr."""
     here = Path(__file__)
-    paths = [str(here.parent), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*map(str, here.parents[:3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with subprocess.Popen(
