@@ -46,7 +46,7 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-docs lint-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready .venv-torch-%/core/.ready
-.PHONY: help build environment demo docs test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist wheels sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo docs test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist wheels sanitize lint $(LINTS) format bench clean
 
 help:
 	@echo "make demo | test | gpu | sdist | wheels | matrix | lint | docs | format | bench | sanitize | build | clean"
@@ -99,9 +99,6 @@ $(BRIDGE_DIR)/.unpacked: | $(VENV)/.torch
 # ---- what people run ----
 
 build: $(VENV)/.built
-
-# All that lint and tests need, so that both can run at once.
-environment: $(VENV)/.built $(VENV)/.lint $(VENV)/.docs $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/.unpacked
 
 demo: $(VENV)/.built
 	$(BIN)/megagraph demo
@@ -184,7 +181,7 @@ bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks
 
 # Most of them use one core.
-lint: $(VENV)/.built $(VENV)/.lint
+lint: $(VENV)/.built $(VENV)/.lint $(VENV)/.docs
 	$(MAKE) --keep-going --jobs=2 --output-sync=target $(LINTS)
 
 lint-ruff: $(VENV)/.lint

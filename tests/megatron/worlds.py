@@ -60,7 +60,8 @@ def _device() -> Any:
 class OnOneDevice(distributed.ProcessGroupGloo):
     """A group on the device of all: for the end of one of its own, each group would wait 10 ms."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_further: Any) -> None:
+        # Releases that pass further options pass their defaults.
         options = self._Options()
         options._devices, options._timeout = [_device()], timeout
         super().__init__(store, rank, size, options)
