@@ -175,7 +175,7 @@ wheels:
 
 # The site, in build/site. A link that leads nowhere is an error; nothing is fetched.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file .ci/mkdocs.yml
 
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks

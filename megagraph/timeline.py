@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Lease", "StepClock", "draw_timeline"]
+__all__ = ["Lease", "StepClock", "draw_timeline", "quartiles"]
 
 _MOST_STEPS = 1000  # of each kind: the last ones
 
@@ -59,14 +59,15 @@ class StepClock:
         return {
             kind: {
                 "steps": len(host),
-                "host_ms": _quartiles(host),
-                "step_ms": _quartiles(self._between[kind]),
+                "host_ms": quartiles(host),
+                "step_ms": quartiles(self._between[kind]),
             }
             for kind, host in self._host.items()
         }
 
 
-def _quartiles(seconds: Sequence[float]) -> list[float] | None:
+def quartiles(seconds: Sequence[float]) -> list[float] | None:
+    """In ms; None without two of them."""
     if len(seconds) < 2:
         return None
     return [1e3 * it for it in statistics.quantiles(seconds, n=4, method="inclusive")]

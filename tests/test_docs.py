@@ -78,7 +78,7 @@ def test_the_page_of_the_api_names_what_is_public() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    pages = re.findall(r": ([\w-]+\.md)$", read(ROOT / "mkdocs.yml"), re.MULTILINE)
+    pages = re.findall(r": ([\w-]+\.md)$", read(ROOT / ".ci" / "mkdocs.yml"), re.MULTILINE)
     assert sorted(pages) == sorted([*(p.name for p in DOCS[1:]), "index.md", "changelog.md"])
 
 

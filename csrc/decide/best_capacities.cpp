@@ -56,9 +56,9 @@ std::vector<Run> runs_of(const std::map<PackShape, int64_t>& packs, Room room, i
 // The best ways to cover the first things in a row, each with a number of captures.
 class Table {
  public:
-  // With one capture after another, `cost(from, to, taken)` is of things behind `from` up to `to`.
+  // The last of the steps: it covers what lies behind `from`, with so many captures.
   struct Step {
-    Cost cost = kImpossible;
+    Cost cost = kImpossible;  // of all of them
     int from = 0, taken = 0;
   };
 

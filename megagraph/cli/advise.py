@@ -4,7 +4,6 @@
 import argparse
 import contextlib
 import dataclasses
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import verdict
 from megagraph.log import rank
 from megagraph.report import versions
+from megagraph.timeline import quartiles
 
 __all__ = ["add_parser"]
 
@@ -111,9 +111,8 @@ def _try(options: argparse.Namespace, config: GraphConfig) -> Findings:
 
 
 def _quartiles(seconds: Sequence[float]) -> list[float]:
-    if len(seconds) < 2:
-        return [1e3 * seconds[0]] * 3
-    return [1e3 * it for it in statistics.quantiles(seconds, n=4, method="inclusive")]
+    """Also of a single block."""
+    return quartiles(seconds) or [1e3 * seconds[0]] * 3
 
 
 def _times(blocks: Sequence[Block]) -> dict[str, Any]:

@@ -480,7 +480,7 @@ def test_a_verification_in_a_thread_of_its_own_leaves_no_workspace_in_what_is_le
     def work() -> list[Any]:
         return [verify(bank, "train", given).differences, replayed(bank, layers, x), run_wide(layers, x)]
 
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(1) as threads:
         differences, got, want = threads.submit(work).result()
     assert differences == []
     assert_same_bits(got, want)
