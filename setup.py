@@ -68,7 +68,7 @@ BANK = [
     "verify/kept_state",
     "verify/runs",
 ]
-SEAM = ["accumulator_hooks", "accumulators", "aliases", "numerics"]
+SEAM = ["accumulators", "aliases", "numerics"]
 PYTHON = [
     "argument_values",
     "bind_capture",

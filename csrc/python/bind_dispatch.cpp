@@ -9,7 +9,7 @@
 #include "csrc/python/module_calls.h"
 #include "csrc/python/rank_places.h"
 #include "csrc/python/variant_layout.h"
-#include "csrc/torch/skipping.h"
+#include "csrc/torch/thread_state.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 #include "csrc/watch/module_watch.h"
 #include "csrc/watch/state_items.h"
 #include "csrc/watch/state_watch.h"
-#include "csrc/torch/accumulator_hooks.h"
+#include "csrc/torch/accumulators.h"
 #include "csrc/torch/numerics.h"
 
 namespace py = pybind11;

@@ -7,7 +7,7 @@
 
 #include "csrc/torch/attempt.h"
 #include "csrc/torch/graph_pool.h"
-#include "csrc/torch/own_streams.h"
+#include "csrc/torch/cuda_streams.h"
 #include "csrc/torch/version.h"
 
 namespace megagraph {

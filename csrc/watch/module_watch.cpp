@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "csrc/torch/accumulator_hooks.h"
+#include "csrc/torch/accumulators.h"
 #include "csrc/torch/python_tensors.h"
 #include "csrc/watch/dict_events.h"
 #include "csrc/watch/hash.h"

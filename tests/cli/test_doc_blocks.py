@@ -110,8 +110,12 @@ def run_page(path: Path, folder: Path) -> None:
             logging.getLogger("megagraph").handlers.clear()  # it has one that knows where to print
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                for line in code.replace("\\\n", "").splitlines():
-                    run_line(line)
+                try:
+                    for line in code.replace("\\\n", "").splitlines():
+                        run_line(line)
+                except AssertionError as error:
+                    error.add_note(out.getvalue())
+                    raise
             printed = without_figures(out.getvalue())
         elif language == "text" and path == FIRST_HOUR:
             for line in without_figures(code).splitlines():

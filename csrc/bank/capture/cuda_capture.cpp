@@ -10,7 +10,7 @@
 #include "csrc/ops/capturing.h"
 #include "csrc/ops/document_grids.h"
 #include "csrc/torch/cuda_graph.h"
-#include "csrc/torch/own_streams.h"
+#include "csrc/torch/cuda_streams.h"
 
 namespace megagraph {
 namespace {

@@ -5,8 +5,7 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAGuard.h>
 
-#include "csrc/torch/capture_status.h"
-#include "csrc/torch/own_streams.h"
+#include "csrc/torch/cuda_streams.h"
 #endif
 
 #include <deque>

@@ -10,12 +10,12 @@
 #include "csrc/bank/replay/finish.h"
 #include "csrc/bank/replay/launch.h"
 #include "csrc/torch/attempt.h"
-#include "csrc/torch/surroundings.h"
+#include "csrc/torch/thread_state.h"
 
 #ifdef MEGAGRAPH_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 
-#include "csrc/torch/capture_status.h"
+#include "csrc/torch/cuda_streams.h"
 #endif
 
 namespace megagraph {

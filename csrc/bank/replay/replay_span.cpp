@@ -18,7 +18,7 @@
 #include "csrc/bank/replay/leased_storage.h"
 #include "csrc/bank/replay/range.h"
 #include "csrc/bank/replay/replay_node.h"
-#include "csrc/torch/surroundings.h"
+#include "csrc/torch/thread_state.h"
 
 namespace megagraph {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams that this process makes for itself. For CUDA builds.
+// What the current stream does, and streams that this process makes for itself. For CUDA builds.
 //
 // No release differs.
 #pragma once
@@ -7,12 +7,18 @@
 #include <c10/core/Device.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <mutex>
 #include <vector>
 
 namespace megagraph {
+
+// Whether it captures. A capture that has failed and has not ended counts as well.
+inline bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
 
 // One non-blocking stream for each device, made when it is first asked for.
 class OwnStreams {

@@ -1,19 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether graphs are off on this thread, and on autograd's while they run its backward passes,
-// which is where torch keeps such objects for.
+// What torch keeps for each thread: whether graphs are off on it, and what somebody has told torch
+// to do with every op, or with every tensor that autograd saves. A replay makes no ops and saves
+// nothing.
 //
 // No release from 2.11 to 2.15 differs.
 #pragma once
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/python_headers.h>
+#include <torch/csrc/utils/disable_torch_function.h>
 
 #include <memory>
 #include <string>
 
 namespace megagraph {
 
+// Such as torch.utils.checkpoint(use_reentrant=False) and save_on_cpu() have.
+inline bool has_saved_tensor_hooks() {
+  return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+}
+
+inline bool has_dispatch_modes() { return c10::impl::dispatch_mode_enabled(); }
+
+// While it lives, ops of this thread reach no dispatch of Python's.
+using NoDispatchModes = torch::DisableTorchDispatch;
+
+// Whether graphs are off, on autograd's threads too while they run backward passes of this one.
 inline bool is_skipped() {
   using Objects = at::impl::ThreadLocalPythonObjects;
   static const std::string& key = *new std::string("megagraph");
