@@ -83,6 +83,28 @@ def _nccl_means_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _optimizer_without_kernels() -> Iterator[tuple[Any, str, Any]]:
+    """What Megatron's optimizer takes from Transformer Engine or Apex if they are installed.
+
+    Theirs need a GPU. These are what it takes without them (`megatron/core/optimizer`, 0.16.1 and 0.19.2).
+    """
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as steps
+
+    of_torch = {
+        "Adam": torch.optim.AdamW,
+        "SGD": torch.optim.SGD,
+        "USING_PYTORCH_OPTIMIZER": True,
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "multi_tensor_scale_tensor_impl": None,
+    }
+    for module in (optimizer, clip_grads, steps):
+        yield from ((module, name, taken) for name, taken in of_torch.items() if hasattr(module, name))
+
+
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Lets megatron-core run on the CPU inside. Does nothing if there is a GPU."""
@@ -116,6 +138,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "default_generators", {torch.device("cpu"): torch.default_generator}),
         # Megatron swaps streams of random numbers as soon as CUDA is there, which it never is.
         (streams, "_lazy_call", lambda call, **kwargs: call()),
+        *_optimizer_without_kernels(),
         *((torch, name, _cuda_means_cpu(getattr(torch, name))) for name in _OF_TORCH),
         *((Tensor, name, _cuda_means_cpu(getattr(Tensor, name))) for name in _OF_TENSORS),
     )

@@ -272,3 +272,21 @@ def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
     assert torch.distributed.is_initialized() is had_group
     assert torch.cuda.current_device is cuda
     assert result.exists() is is_well
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU does")
+def test_without_a_gpu_no_kernels_of_transformer_engine_are_called(
+    demo: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import optimizer
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as steps
+
+    def needs_a_gpu(*_args: Any, **_options: Any) -> Any:
+        raise RuntimeError("no CUDA-capable device is detected")
+
+    monkeypatch.setattr(optimizer, "Adam", needs_a_gpu)
+    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    for module in (clip_grads, steps):
+        monkeypatch.setattr(module, "multi_tensor_applier", needs_a_gpu)
+    assert demo() == 0
