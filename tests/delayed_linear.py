@@ -58,7 +58,7 @@ class _Product(torch.autograd.Function):
         return hidden @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight = ctx.saved_tensors
         layer = ctx.layer
         layer.wgrad_store.context.put((hidden.detach(), grad))
@@ -90,8 +90,7 @@ class Delays:
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
     def apply_weight(self, hidden: Tensor) -> Tensor:
-        out: Tensor = _Product.apply(hidden, self.weight, self)
-        return out
+        return _Product.apply(hidden, self.weight, self)
 
     @torch.no_grad()
     def product(self) -> None:

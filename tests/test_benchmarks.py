@@ -294,8 +294,8 @@ def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase)
         case.rounds(distinct + 1)
     assert {len({id(pack) for pack in step}) for step in steps} == ({1} if case.is_small else {4})
     assert {pack.num_tokens for pack in flat(steps)} == {case.tokens}  # full
-    batches = flat(case.batches(torch.device("cpu"), canonical=True))  # type: ignore[arg-type]
-    assert len({(b["tokens"].shape, b["offsets"].shape, b["longest"]) for b in batches}) == 1  # type: ignore[index]
+    batches = flat(case.batches(torch.device("cpu"), canonical=True))
+    assert len({(b["tokens"].shape, b["offsets"].shape, b["longest"]) for b in batches}) == 1
 
 
 def test_steps_of_different_packs_are_not_one_median() -> None:

@@ -37,11 +37,11 @@ Suite = Callable[..., int]
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`.ci/tests`, for the folder of a test in place of the checkout."""
     module = load_runner("tests", monkeypatch)
-    module.PROCESSES = "0"  # type: ignore[attr-defined]  # for a quicker start
+    module.PROCESSES = "0"  # for a quicker start
     monkeypatch.setattr(sys.modules["lanes"], "ROOT", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     (tmp_path / "helpers.py").write_text(HELPERS, encoding="utf-8")
-    module.FLAKY_FILE = tmp_path / "flaky.txt"  # type: ignore[attr-defined]
+    module.FLAKY_FILE = tmp_path / "flaky.txt"
     module.FLAKY_FILE.write_text("# date | test | cause\n", encoding="utf-8")
     return module
 
@@ -51,15 +51,14 @@ def run(script: ModuleType, tmp_path: Path) -> Suite:
     """Runs the texts of tests, each in a lane of its own, and judges them. Returns the exit status."""
 
     def texts(**tests: str) -> int:
-        script.LANES = {name: script.Plan((f"test_{name}.py",)) for name in tests}  # type: ignore[attr-defined]
+        script.LANES = {name: script.Plan((f"test_{name}.py",)) for name in tests}
         options = argparse.Namespace(out=tmp_path / "out", other_core=None)
         lanes = []
         for name, text in tests.items():
             text = f"import os\nfrom helpers import BitsDiffer, happens\n{text}\n"
             (tmp_path / f"test_{name}.py").write_text(text, encoding="utf-8")
             lanes.append(script.run_to_its_end(script.begin(name, options, [])))
-        code: int = script.judge(lanes, options)
-        return code
+        return script.judge(lanes, options)
 
     return texts
 
@@ -83,7 +82,7 @@ def test_dies():
     if happens("a death"): os.kill(os.getpid(), 9)
 def test_behind(): pass
 """
-    script.PROCESSES = "1"  # type: ignore[attr-defined]
+    script.PROCESSES = "1"
     assert run(one=tests) == 0
     (again,), (of_death,) = (logs_of(tmp_path, f"one-{it}") for it in ("0-test_accident", "1-test_dies"))
     said = capfd.readouterr().out
@@ -107,7 +106,7 @@ def test_bits():
     if happens("a difference"):
         raise BitsDiffer("steps[0].losses[1]: 1 of 8 entries differ")
 """
-    script.MOST_AGAIN = 1  # type: ignore[attr-defined]
+    script.MOST_AGAIN = 1
     assert run(one=tests, other="def test_passes(): pass") == 1
     said = capfd.readouterr().out
     assert "test_one.py::test_too: one of many, and so it did not run again" in said

@@ -273,7 +273,7 @@ def test_documents_as_long_as_a_ranks_tokens_may_be_as_long_as_the_pack_that_ran
 
 def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        GraphConfig().mode = "off"  # type: ignore[misc]
+        GraphConfig().mode = "off"
 
 
 # -- options in Python, which may be spelled as in TOML --------------------------------------------------

@@ -73,12 +73,7 @@ class RunningBank(Bank):
 
 
 def new_bank(
-    modules: Sequence[Step],
-    device: str,
-    *,
-    num_slots: int = 1,
-    facing: Facing | None = None,
-    **options: Any,
+    modules: Sequence[Step], device: str, *, num_slots: int = 1, facing: Facing | None = None, **options: Any
 ) -> RunningBank:
     """A bank that poisons freed slots, and that ends with its test."""
     how = BankOptions(poison=True, **options)
@@ -103,8 +98,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
-        return out
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
 
 
 class Applies(nn.Module):
@@ -150,9 +144,9 @@ def give_main_grads(layers: Sequence[nn.Module]) -> list[object]:
     for param in (param for layer in layers for param in layer.parameters()):
         if not param.requires_grad:
             continue
-        param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        accumulator = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        param.main_grad = torch.zeros_like(param, dtype=torch.float32)
+        param.grad_added_to_main_grad = False
+        accumulator = param.expand_as(param).grad_fn.next_functions[0][0]
 
         def add(*_: object, param: Any = param) -> None:
             is_zeroed = getattr(param, "zero_out_wgrad", False)
@@ -307,7 +301,7 @@ class Pair:
                 assert_same_bits(param, eager, name)
                 assert_same_bits(param.grad, eager.grad, f"{name}.grad")
                 main_grads = (getattr(p, "main_grad", None) for p in (param, eager))
-                assert_same_bits(*main_grads, f"{name}.main_grad")  # type: ignore[misc]
+                assert_same_bits(*main_grads, f"{name}.main_grad")
             for (name, buffer), eager in zip(layer.named_buffers(), eager_layer.buffers(), strict=True):
                 assert_same_bits(buffer, eager, name)
 
@@ -343,8 +337,7 @@ class DocumentMixer(nn.Module):
         in_document = ((rows >= starts) & (rows < cu_seqlens[1:, None])).to(hidden.dtype)
         projected = torch.tanh(self.project(hidden))
         mean = (in_document @ projected) / in_document.sum(1, keepdim=True).clamp(min=1)
-        out: Tensor = hidden + projected + in_document.t() @ mean
-        return out
+        return hidden + projected + in_document.t() @ mean
 
 
 def canonical(hidden: Tensor, end: int, tokens: int = TOKENS) -> Tensor:

@@ -203,7 +203,7 @@ def test_site_by_site_has_the_same_bits(device: str) -> None:
     assert replay_all(pair.input()) is NotImplemented, "outside of a micro-batch its sites refuse it"
     assert isinstance(Pair(device, blocks(1)).bank.replay_all, _C.Site), "a run of one site is that site"
     for calls_sites in (False, True, False):
-        pair.bank.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all  # type: ignore[assignment]
+        pair.bank.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all
         micro_batch = pair.forward()
         assert nodes_of(micro_batch.output) == (SITES if calls_sites else 1)
         micro_batch.backward()

@@ -237,7 +237,7 @@ class FusedLinear(nn.Module):
             return hidden @ weight.t()
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
             hidden, weight = ctx.saved_tensors
             param: Any = ctx.owner.weight
             param.main_grad.add_(grad.t() @ hidden)
@@ -252,8 +252,7 @@ class FusedLinear(nn.Module):
         self.zeroes_out = zeroes_out
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.Function.apply(hidden, self.weight, self)
-        return out
+        return self.Function.apply(hidden, self.weight, self)
 
 
 @pytest.mark.parametrize("zeroes_out", [False, True])

@@ -32,8 +32,7 @@ class DelayedBlock(nn.Module):
         self.fails = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
-        return out
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
 
     def backward_dw(self) -> None:
         self.down.backward_dw()

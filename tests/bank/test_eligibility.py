@@ -26,7 +26,7 @@ def keep(*_: object) -> None:
 
 
 def accumulator_of(param: Tensor) -> Any:
-    return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return param.expand_as(param).grad_fn.next_functions[0][0]
 
 
 OF_PARAMETER = "gradient hook of parameter up.weight"

@@ -52,8 +52,7 @@ class Router(nn.Module):
         return out
 
     def finish(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.after(hidden)
-        return out
+        return self.after(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.finish(self.apply_experts(self.route(hidden)))

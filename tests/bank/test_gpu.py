@@ -43,7 +43,7 @@ class Wide(nn.Module):
         scaled = hidden * self.scale
         wide = scaled.repeat(1, COPIES)
         if self._sleeps:
-            torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(SLEEP)
         return wide.view(-1, COPIES, WIDTH).sum(1)
 
 

@@ -145,9 +145,9 @@ def test_what_no_caller_may_do_is_an_error(device: str) -> None:
     assert bank.all_free() and site.index == 0
     with pair.bank.micro_batch("train"):
         with pytest.raises(TypeError, match=r"argument 0 is a int"):
-            site(3)  # type: ignore[arg-type]
+            site(3)
         with pytest.raises(TypeError, match=r"by position, got keywords"):
-            site(hidden=pair.input())  # type: ignore[call-arg]
+            site(hidden=pair.input())
     assert bank.counters()["calls"] == 0
 
 

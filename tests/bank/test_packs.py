@@ -234,7 +234,7 @@ def test_buffers_views_constants_and_what_comes_of_constants_are_no_error(device
         }
 
     seen: list[Mapping[str, Tensor]] = []
-    bank = captured(device, lambda given: seen.append(given) or arguments(given))  # type: ignore[func-returns-value]
+    bank = captured(device, lambda given: seen.append(given) or arguments(given))
     assert not bank.failures
     assert seen[0]["cu"].tolist() == [0, 3, 7, 7] and not seen[0]["mask"].any()
     x = torch.randn(7, WIDTH, device=device)
@@ -340,8 +340,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         q, k, v = self.project(hidden).view(-1, 3, HEADS, DIM).unbind(1)
-        out: Tensor = hidden + ops.varlen_attention(q, k, v, cu_seqlens, ATTENDED, causal=True).flatten(1)
-        return out
+        return hidden + ops.varlen_attention(q, k, v, cu_seqlens, ATTENDED, causal=True).flatten(1)
 
 
 def attention(device: str = "cuda", num_slots: int = 1) -> PackPair:

@@ -57,13 +57,11 @@ def test_a_fake_tensor_runs_eager(device: str) -> None:
 def _tangent(run: Run, hidden: Tensor) -> Tensor:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
-        found: Tensor = forward_ad.unpack_dual(run(dual)).tangent
-        return found
+        return forward_ad.unpack_dual(run(dual)).tangent
 
 
 def _transformed(run: Run, hidden: Tensor) -> Tensor:
-    found: Tensor = torch.func.grad(lambda given: run(given).sum())(hidden)
-    return found
+    return torch.func.grad(lambda given: run(given).sum())(hidden)
 
 
 @pytest.mark.parametrize("derivative", [_tangent, _transformed])

@@ -91,7 +91,7 @@ def test_right_graphs_neither_differ_nor_leave_a_trace(device: str, training: bo
     params = [param for layer in layers for param in layer.parameters()]
     for param in params:
         if main_grads:
-            param.main_grad.uniform_()  # type: ignore[attr-defined]
+            param.main_grad.uniform_()
         else:
             param.grad = torch.rand_like(param)
     before = [getattr(param, "main_grad", param.grad).clone() for param in params]
@@ -415,7 +415,7 @@ def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(devi
             return second(leaf)
 
     first, second, third = bank.sites
-    bank.sites = (first, site, third)  # type: ignore[assignment]
+    bank.sites = (first, site, third)
     assert verify(bank, "it", example(device)).not_run == {1: "RECOMPUTING"}
 
 
@@ -434,7 +434,7 @@ class Counts(nn.Module):
 
     @property
     def written(self) -> Tensor:
-        return {"buffer": self.counted, "attribute": self.kept, "state": self.foreign[0]}[self.where]  # type: ignore[dict-item]
+        return {"buffer": self.counted, "attribute": self.kept, "state": self.foreign[0]}[self.where]
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.in_graph or not Baked.is_captured:
@@ -517,7 +517,7 @@ def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:
 
         def forward(self, hidden: Tensor) -> Tensor:
             with torch.no_grad():
-                self.scale.copy_(hidden.abs().amax(0) + 1)  # type: ignore[operator]
+                self.scale.copy_(hidden.abs().amax(0) + 1)
             return hidden * self.scale
 
     assert verified([Scratch(), Scratch()], device).differences == []

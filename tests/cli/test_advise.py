@@ -214,8 +214,7 @@ def run(files: Files, code: int, script: str, *words: str, steps: str = "60") ->
     command = ["advise", "--steps", "27", "--json", str(out), "--config", str(files.toml()), *words]
     assert main([*command, str(path), steps, ENDED]) == code
     assert installed_plugin() is None and not is_cuda_graph_skipped()
-    document: dict[str, Any] = json.loads(out.read_text())
-    return document
+    return json.loads(out.read_text())
 
 
 @pytest.mark.megatron

@@ -194,7 +194,7 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
                 grad.view(torch.int32)[-1, -1] ^= 1
             return losses
 
-        trainer.forward_backward = flipped  # type: ignore[assignment, method-assign]
+        trainer.forward_backward = flipped
 
     second_trainer(flip_a_bit_in_the_last_step)
     assert demo(*texts) == 1

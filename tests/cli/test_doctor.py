@@ -88,8 +88,7 @@ def rehearsed(files: Files, capsys: pytest.CaptureFixture[str], script: str, cod
     assert "loss" not in capsys.readouterr().out
     assert not files.script(script).with_name("script.py.end").exists()
     assert installed_plugin() is None
-    document: dict[str, Any] = json.loads(out.read_text())
-    return document
+    return json.loads(out.read_text())
 
 
 @pytest.mark.megatron

@@ -25,8 +25,7 @@ def run(*arguments: str | Path) -> int:
 
 
 def seen(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.with_name("seen.json").read_text())
-    return found
+    return json.loads(path.with_name("seen.json").read_text())
 
 
 # -- what the script sees ------------------------------------------------------------------------

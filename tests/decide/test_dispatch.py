@@ -126,7 +126,7 @@ def test_a_capacity_of_anything_but_positive_integers_is_refused(name: str, valu
     sizes: dict[str, object] = {"tokens": 1, "num_seqs": 1, "max_seqlen": 1, name: value}
     said = f"a capacity's {name} must be an integer of at least 1, got {value!r}"
     with pytest.raises(ValueError, match=said):
-        Capacity(**sizes)  # type: ignore[arg-type]
+        Capacity(**sizes)
 
 
 def test_reasons_are_the_cores_in_name_and_order() -> None:
@@ -176,7 +176,7 @@ def test_what_makes_a_variant_beside_the_capacity_is_in_its_key() -> None:
     for grad, has_mask in product((True, False), (True, False)):
         with torch.set_grad_enabled(grad):
             batch = entered(made, PACK, 6, mask=MASK if has_mask else None)
-        assert batch.key == VariantKey(BANK[1][0], PackForm.of(PACK), grad, has_mask=has_mask)  # type: ignore[arg-type]
+        assert batch.key == VariantKey(BANK[1][0], PackForm.of(PACK), grad, has_mask=has_mask)
         assert batch.reason is None and not batch.is_as_given
         assert batch.sources[0] is PACK.cu_seqlens_q and batch.params is PACK
 
@@ -231,7 +231,7 @@ def test_a_step_without_graphs_comes_before_what_keeps_it_eager(
 
 
 def test_a_variant_that_stays_eager_runs_as_given_unless_it_is_the_reference() -> None:
-    key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)  # type: ignore[arg-type]
+    key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)
     failed = EagerReason.CAPTURE_FAILED
     for options, flags, reason, is_as_given in (
         ({}, {}, failed, True),
@@ -323,7 +323,7 @@ def test_what_other_ranks_may_not_know_of_inside_of_a_step_is_asked_of_them() ->
     """Whether a micro-batch that has no graph here may be one that others replay."""
     moved, disabled, warming_up = EagerReason.ADDRESS_MOVED, DISABLED, EagerReason.WARMING_UP
     full, failed = EagerReason.NO_FREE_SLOT, EagerReason.CAPTURE_FAILED
-    key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)  # type: ignore[arg-type]
+    key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)
     for reason, run_alike, kept, grad, is_elsewhere, is_asked in (
         (full, True, (None, None), True, False, False),  # all have as many passes in flight
         (full, False, (None, None), True, False, True),
@@ -386,7 +386,7 @@ class Owner:
 
 def test_what_a_micro_batch_holds_is_collected_with_it() -> None:
     pack, owner = pack_of(PackShape(6, 2, 4)), Owner()
-    pack.owner, owner.batch = owner, entered(dispatcher(BANK), pack, 6)  # type: ignore[attr-defined]
+    pack.owner, owner.batch = owner, entered(dispatcher(BANK), pack, 6)
     gone = weakref.ref(owner)
     del pack, owner
     gc.collect()
@@ -433,10 +433,10 @@ def test_names_and_sizes_are_immutable_and_can_be_copied_and_sent() -> None:
     assert str(key.capacity) == "8 tokens, 3 documents of up to 8"
     for value in (key, key.form, key.capacity, shape):
         assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
-        assert len({value, value.replace()}) == 1  # type: ignore[union-attr]
+        assert len({value, value.replace()}) == 1
     assert len({shape, shape.replace(cp_size=2)}) == 2
     for sizes in (key.capacity, shape):
         with pytest.raises(AttributeError):
-            sizes.tokens = 2  # type: ignore[misc, union-attr]
+            sizes.tokens = 2
     with pytest.raises(TypeError):
         key.replace(nothing=1)

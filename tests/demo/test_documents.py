@@ -274,7 +274,7 @@ ARGUMENTS = {"num": 64, "mean": 1000.0, "sigma": 1.0, "minimum": 16, "maximum": 
 
 
 def draw(**changed: Any) -> torch.Tensor:
-    return lognormal_lengths(**{**ARGUMENTS, **changed})  # type: ignore[arg-type]
+    return lognormal_lengths(**{**ARGUMENTS, **changed})
 
 
 def test_a_seed_alone_gives_as_many_lengths_as_are_asked_for() -> None:

@@ -13,8 +13,7 @@ from megagraph.megatron.graphs.model import GraphedModel
 
 def _compared(captured: CapturedVariant) -> set[int]:
     """The sites, by index, whose graphs of a variant have been compared."""
-    found: set[int] = vars(captured).setdefault("compared", set())
-    return found
+    return vars(captured).setdefault("compared", set())
 
 
 @contextlib.contextmanager

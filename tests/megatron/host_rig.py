@@ -35,7 +35,7 @@ _TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_o
 _OF_LAYERS = (*_TABLES[1:], "context", "attention_bias", "inference_context")
 
 
-class OwnModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+class OwnModel(GPTModel):
     """Calls its decoder itself, as ms-swift's GPTModel does with fused RoPE."""
 
     def forward(
@@ -76,7 +76,7 @@ class PerTokenModel(OwnModel):
         return hidden, tables
 
 
-class OwnBlock(TransformerBlock):  # type: ignore[misc]
+class OwnBlock(TransformerBlock):
     """Runs its layers itself; what `between` does there is a subclass's."""
 
     def forward(
@@ -200,8 +200,7 @@ class NormedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        found: Tensor = self.linear.weight
-        return found
+        return self.linear.weight
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
         out, bias = self.linear(x, *args, **kwargs)
@@ -344,8 +343,7 @@ def verl_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
 
 def labels_call(model: Any, micro: rig.Micro, params: Any, rows: int | None = None) -> Tensor:
     losses, _labels = _asked(model, micro, params, "labels", "position_ids", rows=rows)
-    found: Tensor = losses[0, : micro.physical].float()
-    return found
+    return losses[0, : micro.physical].float()
 
 
 # If the tail is a document of the pack.
@@ -367,8 +365,7 @@ def fused_hook_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
     """Through the output processor, if the release has it."""
     context = {"temperature": TEMPERATURE, "pack": params}
     hook = {"output_processor": _fused_hook, "output_processor_context": context}
-    found: Tensor = _asked(model, micro, params, "labels", **hook)[0]["losses"]
-    return found
+    return _asked(model, micro, params, "labels", **hook)[0]["losses"]
 
 
 def fused_forward(
@@ -391,8 +388,7 @@ def fused_forward(
 
 
 def fused_instance_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
-    found: Tensor = _asked(model, micro, params, "labels", temperature=TEMPERATURE)[0]["losses"]
-    return found
+    return _asked(model, micro, params, "labels", temperature=TEMPERATURE)[0]["losses"]
 
 
 # -- phases ----------------------------------------------------------------------------------------

@@ -147,14 +147,13 @@ def run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     given = {"forward_only": False, "seq_length": OPTIONS.max_tokens, "micro_batch_size": 1, **options}
-    found: list[dict[str, Tensor]] = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(data),
         model=[model],
         num_microbatches=count,
         **given,
     )
-    return found
 
 
 def schedule(

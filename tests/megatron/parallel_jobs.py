@@ -131,7 +131,7 @@ def hearing(level: int) -> Iterator[list[str]]:
     """What the plugin says in its log from a level on."""
     said: list[str] = []
     handler, logger = logging.Handler(level), logging.getLogger("megagraph")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(level)

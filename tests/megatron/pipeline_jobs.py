@@ -71,7 +71,7 @@ def alone(cut: Cut, stage: int) -> Iterator[Others]:
 
     others = Others()
 
-    class Communicator(schedules.P2PCommunicator):  # type: ignore[misc]
+    class Communicator(schedules.P2PCommunicator):
         def __init__(self, pp_group: Any, config: Any) -> None:
             self.pp_group, self.config = pp_group, config
             self.virtual_pipeline_model_parallel_size = cut.chunks
@@ -304,8 +304,7 @@ def train_pair(
 def train_alone(*, cut: Cut, stage: int, **options: Any) -> list[dict[str, Any]]:
     """As `train_pair()`: a stage of a longer pipeline, in Megatron's order."""
     with alone(cut, stage) as others:
-        reports: list[dict[str, Any]] = train_pair(cut=cut, others=others, **options)
-        return reports
+        return train_pair(cut=cut, others=others, **options)
 
 
 @makes_groups

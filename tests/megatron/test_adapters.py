@@ -61,8 +61,7 @@ def _adapted(linear: Any, config: Any) -> nn.Module:
         model_parallel_config=config,
         alpha=8,
     )
-    wrapped: nn.Module = wrapper_type(linear, adapter)
-    return wrapped
+    return wrapper_type(linear, adapter)
 
 
 def _adapt_as_bridge(chunk: Any) -> None:

@@ -79,9 +79,7 @@ def test_the_backward_of_replayed_layers_runs_on_the_calling_thread(
     assert rig.report_of(trainer)["replays"] == before + 2 * rig.LAYERS
 
 
-def test_graphs_are_off_on_the_thread_that_asked_and_in_its_backward_passes(
-    install: rig.Install,
-) -> None:
+def test_graphs_are_off_on_the_thread_that_asked_and_in_its_backward_passes(install: rig.Install) -> None:
     """Bug: a thread that computed rewards switched them off for the trainer, too."""
     trainer, seen = trained(install)
     asks, ends, is_off = threading.Event(), threading.Event(), []

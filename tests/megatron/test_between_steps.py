@@ -349,7 +349,7 @@ class Merges(nn.Module):
 
 def _doubles_in_evaluation(chunk: Any) -> None:
     for layer in chunk.decoder.layers:
-        rig.changes_output(layer.mlp, lambda out, mlp=layer.mlp: out if mlp.training else out * 2)  # type: ignore[misc]
+        rig.changes_output(layer.mlp, lambda out, mlp=layer.mlp: out if mlp.training else out * 2)
 
 
 def _second_mlp(trainer: Trainer) -> Any:

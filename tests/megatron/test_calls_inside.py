@@ -40,13 +40,12 @@ def _infer(chunk: Any) -> Tensor:
     from megatron.core.inference.contexts import StaticInferenceContext
 
     tokens = torch.arange(PROMPT)[None]
-    logits: Tensor = chunk(
+    return chunk(
         input_ids=tokens,
         position_ids=tokens,
         attention_mask=None,
         inference_context=StaticInferenceContext(1, 64),
     )
-    return logits
 
 
 def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(pair: Pair) -> None:

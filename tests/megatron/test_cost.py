@@ -23,7 +23,7 @@ from megagraph.bank import capture
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread")
 ]
 PACKAGE = str(Path(megagraph.__file__).parent)
 MICRO = Micro(lengths=(9, 20, 11))

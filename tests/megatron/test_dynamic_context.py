@@ -314,12 +314,12 @@ def test_owners_of_ranks_that_are_no_objects_of_megatrons() -> None:
     """Bug: a module of a host's whose `config` is a dictionary was an error."""
     trainer = context_jobs.new_trainer()
     table, spaced = nn.Identity(), nn.Identity()
-    table.config = {"context_parallel_size": 1}  # type: ignore[assignment]
-    spaced.config = SimpleNamespace(context_parallel_size=1)  # type: ignore[assignment]
+    table.config = {"context_parallel_size": 1}
+    spaced.config = SimpleNamespace(context_parallel_size=1)
     trainer.chunk.adapters = nn.ModuleList([table, spaced])
     micros, seen = context_jobs.warmed(trainer), []
     trainer.chunk.output_layer.register_forward_hook(
-        lambda *_: seen.append(spaced.config.context_parallel_size)  # type: ignore[union-attr]
+        lambda *_: seen.append(spaced.config.context_parallel_size)
     )
     rig.step(trainer, micros)
     assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}

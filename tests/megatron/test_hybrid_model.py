@@ -253,8 +253,7 @@ def test_a_stack_whose_forward_is_not_megatrons() -> None:
                 hidden_states, _ = layer(hidden_states, **arguments, rotary_pos_emb=rotary_pos_emb)
             else:
                 hidden_states = layer(hidden_states, **arguments)
-        out: Tensor = stack.final_norm(hidden_states)
-        return out
+        return stack.final_norm(hidden_states)
 
     pair = Pair(mamba, plugin={"cuda_graph_modules": ["mamba", "attn"]})
     for trainer in pair.both:

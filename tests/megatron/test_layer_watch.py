@@ -42,7 +42,7 @@ class Watched:
 
 def with_main_grads(module: nn.Module) -> Any:
     for param in module.parameters():
-        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+        param.main_grad = torch.zeros_like(param)
     return module
 
 

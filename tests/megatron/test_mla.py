@@ -244,7 +244,7 @@ def _hand_tables(model: Any) -> None:
     """To attention that has no embedding, as mcore-bridge does."""
     megatrons: Any = type(model.decoder.layers[0].self_attention)
 
-    class Handed(megatrons):  # type: ignore[misc]
+    class Handed(megatrons):
         def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
             """Megatron's asks an embedding."""
             vars(self)["rotary_pos_emb"] = asked = functools.partial(lambda *_, **__: rotary_pos_emb)

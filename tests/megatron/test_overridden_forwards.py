@@ -42,7 +42,7 @@ FULL_OF_OTHER = dataclasses.replace(FULL, pack=lambda made: OTHER_FULL.params(ma
 
 
 def _handing_on(cls: Any) -> type:
-    class Super(cls):  # type: ignore[misc]
+    class Super(cls):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
@@ -168,7 +168,7 @@ def test_a_pack_that_a_hook_puts_in_place_of_the_given_one_is_the_one_that_runs(
 
 
 class RenamedModel(OwnModel):
-    def forward(self, tokens: Tensor, pack: Any, labels: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, tokens: Tensor, pack: Any, labels: Tensor) -> Any:
         return self.run(tokens, None, None, None, labels, pack)
 
 
@@ -206,7 +206,7 @@ class ShortModel(OwnModel):
 
 
 class RenamedBlock(OwnBlock):
-    def forward(self, hidden_states: Any, pack: Any, table: Any) -> Any:  # type: ignore[override]
+    def forward(self, hidden_states: Any, pack: Any, table: Any) -> Any:
         hidden: Any = hidden_states
         for layer in self.layers:
             hidden, _ = layer(hidden, attention_mask=None, packed_seq_params=pack, rotary_pos_emb=table)
@@ -266,7 +266,7 @@ def test_a_forward_that_steps_aside_and_calls_the_model_anew_is_counted_once(
     assert "do not reach" not in caplog.text
 
 
-class SometimesModel(GPTModel):  # type: ignore[misc]
+class SometimesModel(GPTModel):
     """Runs what has one document by a way of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(
     assert len(seen) == 2 * 3
 
 
-class Scaled(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+class Scaled(TransformerLayer):
     """As ms-swift's layers: a forward of its own, with something around one half."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ class Scaled(TransformerLayer):  # type: ignore[misc]  # megatron-core has no ty
         return self._forward_mlp(hidden_states, None), context
 
 
-class Between(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+class Between(TransformerLayer):
     """Has something of its own between its halves."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

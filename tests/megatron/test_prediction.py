@@ -148,11 +148,10 @@ def test_routers_that_record_do_so_in_prediction_as_well() -> None:
 
 
 def test_a_forward_of_a_hosts_own_is_refused_by_name(install: rig.Install) -> None:
-    class OwnPrediction(MultiTokenPredictionBlock):  # type: ignore[misc]  # megatron-core has no types
+    class OwnPrediction(MultiTokenPredictionBlock):
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             """Could not be handed the pack as it was given, unless it calls Megatron's."""
-            found: Tensor = super().forward(*args, **kwargs)
-            return found
+            return super().forward(*args, **kwargs)
 
     install()
     trainer = prediction()

@@ -60,8 +60,7 @@ class Job:
     @property
     def tensor_parallel(self) -> int:
         """Ranks that share each layer, and see the same packs."""
-        size: int = self.transformer.get("tensor_model_parallel_size", 1)
-        return size
+        return self.transformer.get("tensor_model_parallel_size", 1)
 
     @property
     def case(self) -> Case:

@@ -63,10 +63,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"expert_tensor_parallel_size": 2}, f"{OF_EXPERTS} each over several ranks"),
         ({"moe_router_fusion": True}, f"{OF_EXPERTS} whose router is fused, and takes no padding mask"),
         ({"mlp_chunks_for_training": 2}, f"{OF_EXPERTS} in chunks, which are given no padding mask"),
-        (
-            {"moe_router_load_balancing_type": "sinkhorn"},
-            f"{OF_EXPERTS} whose routing looks at all rows",
-        ),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, f"{OF_EXPERTS} whose routing looks at all rows"),
         ({"mtp_num_layers": 1}, f"{OF_EXPERTS} {NEED_EQUAL}, with multi-token prediction", EQUAL_ROWS),
     ],
     "replayed": [(TOLD, f"{OF_EXPERTS} whose routing is replayed or a host's, and recomputed")],

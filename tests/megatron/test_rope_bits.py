@@ -231,8 +231,7 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
 
     def of_a_host(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(t.size(0))
-        out: Tensor = 0.5 * original(t, *args, **kwargs)
-        return out
+        return 0.5 * original(t, *args, **kwargs)
 
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", of_a_host)
     report = rope_rig.three_modes(rope_rig.canonical_steps(rig.CAPACITY, 2))["graph"].report
@@ -336,7 +335,7 @@ def _apply_to_tokens(
     return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, *args, **further).squeeze(1)
 
 
-class ScalingLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+class ScalingLayer(TransformerLayer):
     """Scales rotated rows while it runs, as YaRN asks for."""
 
     def forward(self, *args: Any, **given: Any) -> Any:
@@ -347,8 +346,7 @@ class ScalingLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
 
 
 def _scaled(plain: Any, *args: Any, **given: Any) -> Tensor:
-    out: Tensor = plain(*args, **{**given, "mscale": SCALING})
-    return out
+    return plain(*args, **{**given, "mscale": SCALING})
 
 
 def _scale(model: Any) -> None:
@@ -401,8 +399,7 @@ def swifts_rope(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("swifts_rope")
 @pytest.mark.parametrize(
-    ("model", "block"),
-    [(PerTokenModel, None), (PerTokenModel, OwnBlock), (StretchedPerTokenModel, OwnBlock)],
+    ("model", "block"), [(PerTokenModel, None), (PerTokenModel, OwnBlock), (StretchedPerTokenModel, OwnBlock)]
 )
 def test_a_hosts_rope_runs_in_the_graphs_of_frequencies_of_each_token(
     model: type, block: type | None

@@ -78,7 +78,7 @@ def run(
         steps, recorded = [], []
         for micros in given:
             told = Told(trainer, micros)
-            steps.append(rig.step(trainer, told))  # type: ignore[arg-type]  # has what a step needs
+            steps.append(rig.step(trainer, told))  # has what a step needs
             told.collect()
             recorded += told.recorded
         return steps, recorded, {} if config is None else rig.report_of(trainer)
@@ -191,7 +191,7 @@ def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool
 
 
 def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_replayed() -> None:
-    class OwnRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
+    class OwnRouter(TopKRouter):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """Could not be shown the rows that were given."""
             return super().forward(*args, **kwargs)

@@ -80,10 +80,7 @@ MODELS = {
     "dispatcher allgather": Model(kinds="E-", scopes=GATHERED, config={**EIGHT, **moe_rig.GATHERS}),
     "padded, dispatcher allgather": Model(kinds="E-", scopes=GATHERED, config={**PADDED, **moe_rig.GATHERS}),
     "MLA and experts": Model(
-        kinds="E-",
-        scopes=with_each(("attn", "mlp"), *ROUTERS),
-        config=EIGHT,
-        mla="low rank, YaRN",
+        kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS), config=EIGHT, mla="low rank, YaRN"
     ),
     "hybrid with Mamba and experts": Model(
         kinds="ME*E-", scopes=with_each(("mamba", "attn", "mlp"), *ROUTERS), config=EIGHT

@@ -197,8 +197,7 @@ def _run(trainer: Trainer, order: str, micros: Sequence[Micro]) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("order", "slots"),
-    [*((it, 2) for it in ORDERS), ("1F1B", 1), ("all forwards first", 3)],
+    ("order", "slots"), [*((it, 2) for it in ORDERS), ("1F1B", 1), ("all forwards first", 3)]
 )
 def test_as_many_micro_batches_replay_as_there_are_slots(order: str, slots: int) -> None:
     pair = Pair(plugin={"cuda_graph_slots": slots})

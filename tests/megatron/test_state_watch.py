@@ -48,7 +48,7 @@ def test_an_address_that_is_used_again_is_another_object() -> None:
     watch = watch_of([layer])
     before, seen, addresses = watch.now(False), set(), set()
     for _ in range(50):
-        layer.forward = lambda hidden: hidden  # type: ignore[method-assign]
+        layer.forward = lambda hidden: hidden
         addresses.add(id(layer.forward))
         seen.add(watch.now(False))
         del layer.forward
@@ -302,9 +302,9 @@ def test_a_class_that_a_module_is_given_is_followed_from_then_on() -> None:
     layer.__class__, layer.scale = Lowest, 2.0
     watch.now(False)  # which reads it for its other value
     before = watch.now(True)
-    Lowest.gain = 2.0  # type: ignore[attr-defined]
+    Lowest.gain = 2.0
     assert watch.now(False) != before
-    del Lowest.gain  # type: ignore[attr-defined]
+    del Lowest.gain
 
 
 class Choice(enum.Enum):
@@ -388,7 +388,7 @@ def test_every_value_has_a_name_and_words_and_one_that_holds_itself_ends() -> No
 def test_a_scalar_on_the_host_is_its_number_beside_graphs_on_a_device(device: str, is_part: bool) -> None:
     """Bug: kernels take its value, and a write in place was none. Graphs on the host read its memory."""
     layer, scale, table = Layer(), torch.tensor(2.0), torch.tensor([2.0])
-    layer.scale, layer.table = scale, table  # type: ignore[assignment]
+    layer.scale, layer.table = scale, table
     watch = watch_of([layer], device=device)
     before = watch.now(True)
     scale.fill_(3.0)

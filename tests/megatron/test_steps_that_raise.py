@@ -96,7 +96,7 @@ def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(
     assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS
     said = [text for text in caplog.messages if "a step that raised has left tensors" in text]
     assert len(said) == 1 and "pending backward of site" in said[0]
-    held.losses = held.me = None  # type: ignore[assignment]
+    held.losses = held.me = None
     del held
     pair.step(rig.ONE, rig.TWO)
     assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS

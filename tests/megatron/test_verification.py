@@ -33,9 +33,7 @@ def _baked(chunk: Any) -> None:
     rig.changes_output(mlp, lambda out: out * 1.5 if rig.is_capturing() else out)
 
 
-def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(caplog: pytest.LogCaptureFixture) -> None:
     pair = rig.Pair(prepare=_baked)
     pair.step(rig.ONE, rig.TWO, times=4)
     pair.evaluate(rig.ONE, rig.TWO)

@@ -98,7 +98,7 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: r
     assert given["packed_seq_params"] is not params and given["packed_seq_params"].seq_lens == [9, 20]
 
 
-class OtherParams(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+class OtherParams(PackedSeqParams):
     """A class of the host's, which is not made of a pack's fields alone."""
 
     def __init__(self, further: str, **fields: Any) -> None:
@@ -197,7 +197,7 @@ def layer_by_document() -> Any:
     """A layer that treats the rows of each document in another way."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    class LayerByDocument(TransformerLayer):  # type: ignore[misc]
+    class LayerByDocument(TransformerLayer):
         def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
             index = packed_seq_params.seq_idx
             if index is not None:

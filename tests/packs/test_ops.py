@@ -206,7 +206,7 @@ def test_offsets_that_misfit_raise_on_a_cpu(op: str, ends: list[int], change: Gi
 
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layout: expected one of neox, interleaved, .*got 'gptj'"):
-        ops.rope_thd([Q], ROPE["cos"], ROPE["sin"], OFFSETS, layout="gptj")  # type: ignore[arg-type]
+        ops.rope_thd([Q], ROPE["cos"], ROPE["sin"], OFFSETS, layout="gptj")
 
 
 @pytest.mark.gpu

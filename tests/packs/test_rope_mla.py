@@ -93,13 +93,7 @@ def assert_padded(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     mscale=st.sampled_from([1.0, MSCALE]),
 )
 def test_bits_of_megatrons_unfused_path(
-    device: str,
-    cp_size: int,
-    units: list[int],
-    tail: int,
-    dtype: torch.dtype,
-    shape: Shape,
-    mscale: float,
+    device: str, cp_size: int, units: list[int], tail: int, dtype: torch.dtype, shape: Shape, mscale: float
 ) -> None:
     """Its split, expansion and concatenation, on every rank; bits of its rotation: test_rope_thd.py."""
     heads, content, rotary, value = shape

@@ -256,8 +256,7 @@ def test_schedules_of_few_documents_are_close_to_the_best_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "num, ranks, sizes, most",
-    [(6215, 128, (1, 2), 1), (9679, 64, (1, 2, 4), 4), (48, 256, (32, 64), 2)],
+    "num, ranks, sizes, most", [(6215, 128, (1, 2), 1), (9679, 64, (1, 2, 4), 4), (48, 256, (32, 64), 2)]
 )
 def test_a_schedule_hard_to_find_takes_no_seconds(num: int, ranks: int, sizes: Any, most: int) -> None:
     """Too few documents for the packs of single ranks once took many tries, each from the beginning."""

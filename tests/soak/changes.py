@@ -73,7 +73,7 @@ def subclass(trainer: Trainer) -> Undo:
     """Another class, whose forward is its own."""
     layer, before = first(trainer), type(first(trainer))
 
-    class Halved(before):  # type: ignore[misc, valid-type]
+    class Halved(before):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return scaled(super().forward)(*args, **kwargs)
 
