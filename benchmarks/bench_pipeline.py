@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines: memory of a stage, and trainings of two ranks. Each part runs in a process of its own.
 
-Memory is of one stage in one process, with recorded activations in place of what stages send ("one stage
+Memory is of one stage in one process, with random activations in place of what stages send ("one stage
 alone"). The trainings are of real ranks, with deterministic algorithms; where there is one GPU they share it,
 and what they send goes over sockets: such times tell nothing of ranks on GPUs of their own.
 """
@@ -18,12 +18,10 @@ from benchmarks.subjects import pipelines
 from benchmarks.subjects.hosts import DETERMINISTIC, on_ranks
 from benchmarks.subjects.packs import model_options
 from benchmarks.subjects.pipelines import Cut
-from megagraph.decide.dispatch import StageSchedule
 
-# Stage 0, which has the most in flight.
 MEMORY = {
-    "stage 0 of PP=4, 12 layers": StageSchedule(stages=4),
-    "stage 0 of PP=4, 2 chunks of 6 layers": StageSchedule(stages=4, chunks=2),
+    "stage 0 of PP=4, 12 layers": Cut(stages=4),
+    "stage 0 of PP=4, 2 chunks of 6 layers": Cut(stages=4, chunks=2),
 }
 MEMORY_MODEL = model_options(1024, layers=48, tokens=4096)
 MODEL = model_options(1024, layers=8, tokens=2048)

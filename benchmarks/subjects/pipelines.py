@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of pipelines: one alone in its process, and those of real ranks in Megatron's own schedule.
+"""Stages of pipelines in Megatron's own schedule: those of real ranks, and one alone in its process.
 
 What a stage does depends on its order of forwards and backwards alone, since no graph holds what stages send
-each other. So recorded activations and gradients stand for what would be received, and any stage of any
-pipeline runs alone; nothing is sent, and nobody waits for another stage.
+each other. So random activations and gradients stand for what would be received, the same in each step, and
+any stage of any pipeline runs alone; nothing is sent, and nobody waits for another stage.
 """
 
+import contextlib
 import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
@@ -33,7 +34,6 @@ from megagraph.demo.lengths import lognormal_lengths
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, gpt_model, in_half_precision, mean_loss, transformer_config
 from megagraph.megatron.parallel.model_parallel import schedule_of
-from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 # The spec of a chunk's layers, from Megatron's config; its keywords say which chunk of which stage it is.
@@ -46,16 +46,6 @@ LEARNING_RATE = 0.05
 MOST_MICRO_BATCHES = 12
 STEPS, SETTLED = 100, 10  # the first ones warm up, capture, and fill the allocator's cache
 ALONE = 5  # graphed steps at the end, whose slots the report shows without the eager ones between
-
-
-class Pass(NamedTuple):
-    is_forward: bool  # or else a backward of the micro-batch through one model chunk of the stage
-    chunk: int
-    micro_batch: int
-
-
-# Called before each pass, with its place in the order; it may raise.
-Before = Callable[[int, Pass], None]
 
 
 def engines_block_spec(config: Any, **place: Any) -> Any:
@@ -113,128 +103,6 @@ def chunks_of(
     modules = map(in_half_precision, models)
     made = partial(DistributedDataParallel, config=config, ddp_config=ddp_config)
     return models, [made(module=module) for module in modules]
-
-
-class StageStep(NamedTuple):
-    """What a step of a stage left."""
-
-    outputs: dict[tuple[int, int], Tensor]  # of each chunk and micro-batch
-    gradients: dict[tuple[int, int], Tensor]  # of what each chunk and micro-batch was given
-    main_grads: dict[str, Tensor]  # of every parameter, by chunk and name
-
-
-class StageTrainer:
-    """The chunks of one stage.
-
-    With `deallocates` outputs are emptied once they would have been sent (`deallocate_pipeline_outputs`).
-    """
-
-    def __init__(self, options: ModelOptions, schedule: StageSchedule, *, deallocates: bool = False) -> None:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        self.options, self.schedule, self._deallocates = options, schedule, deallocates
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        virtual: dict[str, Any] = {}
-        if schedule.chunks > 1:
-            virtual["virtual_pipeline_model_parallel_size"] = schedule.chunks
-            virtual["microbatch_group_size_per_vp_stage"] = schedule.group_size or schedule.stages
-        config = transformer_config(options, pipeline_model_parallel_size=schedule.stages, **virtual)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        # Stands for the process group of a pipeline, for what a model asks of it.
-        groups.pp = SimpleNamespace(size=lambda: schedule.stages, rank=lambda: schedule.stage)
-        spec = get_gpt_block_varlen_spec
-        self.models, self.chunks = chunks_of(options, config, spec, schedule, pg_collection=groups)
-
-    def step(
-        self,
-        batches: Sequence[Batch],
-        *,
-        forward_only: bool = False,
-        keeps: bool = True,
-        before: Before = lambda index, it: None,
-    ) -> StageStep:
-        """Runs a step in the stage's order, as the schedule that the plugin wraps.
-
-        `batches` lie on the device: `tokens`, `labels`, `positions` [1, rows], `offsets` (int32) and
-        `longest`. Unless it `keeps` copies to compare, nothing is returned, which takes no memory.
-        """
-        for chunk in self.chunks:
-            chunk.train(not forward_only)
-            chunk.zero_grad_buffer()
-        plugin = installed_plugin()
-        schedule = self._run if plugin is None else plugin.schedule(self._run)
-        how: dict[str, Any] = {"batches": batches, "forward_only": forward_only}
-        with torch.set_grad_enabled(not forward_only):
-            left: StageStep = schedule(model=self.chunks, **how, keeps=keeps, before=before)
-        return left
-
-    def _run(
-        self, *, model: Any, batches: Sequence[Batch], forward_only: bool, keeps: bool, before: Before
-    ) -> StageStep:
-        from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-
-        left = StageStep({}, {}, {})
-        pending: dict[tuple[int, int], tuple[Tensor | None, Tensor, torch.Size]] = {}
-        passes = self.schedule.passes(len(batches), forward_only=forward_only)
-        for index, it in enumerate(map(Pass._make, passes)):
-            before(index, it)
-            place = it.chunk, it.micro_batch
-            is_emptied = self._deallocates and not self.models[it.chunk].post_process
-            if it.is_forward:
-                given, out = self._forward(model[it.chunk], it, batches[it.micro_batch])
-                if keeps:
-                    left.outputs[place] = out.detach().clone()
-                if not forward_only:
-                    pending[place] = given, out, out.shape
-                    deallocate_output_tensor(out, is_emptied)
-                continue
-            given, out, shape = pending.pop(place)
-            gradient = self._recorded(it, shape, out.dtype)
-            if is_emptied:
-                custom_backward(out, gradient)
-            else:
-                torch.autograd.backward(out, gradient)
-            if keeps and given is not None:
-                assert given.grad is not None
-                left.gradients[place] = given.grad
-        for chunk, module in enumerate(self.models if keeps else ()):
-            parameters: Any = module.named_parameters()
-            left.main_grads.update({f"chunk {chunk}.{name}": it.main_grad.clone() for name, it in parameters})
-        return left
-
-    def _forward(self, chunk: Any, it: Pass, batch: Batch) -> tuple[Tensor | None, Tensor]:
-        """What the chunk was given, None for tokens, and what comes out."""
-        model: Any = self.models[it.chunk]
-        rows, given = batch["tokens"].numel(), None
-        if not model.pre_process:
-            given = self._recorded(it, (rows, 1, self.options.hidden), next(model.parameters()).dtype)
-            model.set_input_tensor(given.requires_grad_())  # as what Megatron receives, in no_grad too
-        out: Tensor = chunk(**(arguments_of(batch) | ({} if model.post_process else {"labels": None})))
-        return given, out
-
-    def _recorded(self, it: Pass, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What another stage would have sent for this pass: the same at every call."""
-        seed = 1000 * it.micro_batch + 10 * it.chunk + it.is_forward
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self.device, dtype=dtype)
-
-
-def measure_memory(model: ModelOptions, schedule: StageSchedule, how: str) -> Answer:
-    """Of steps of full packs, eager or graphed: the most that torch `reserved`, and `slots` of all chunks."""
-    graphs = how == "graphed"
-    install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, mode="graph" if graphs else "eager")
-    trainer = StageTrainer(model, schedule)
-    batch = batch_of(a_pack(model.max_tokens), trainer.device)
-    for _ in range(3):
-        trainer.step([batch] * MANY, keeps=False)
-    torch.cuda.synchronize()
-    reports = megagraph.reports() if graphs else []
-    for report in reports:
-        check_replays(report)
-    return {"reserved": torch.cuda.max_memory_reserved(), "slots": sum(report["slots"] for report in reports)}
-
-
-# -- stages of real ranks ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +197,7 @@ class PipelineTrainer:
             chunk.train(not forward_only)
             chunk.zero_grad_buffer()
         several = len(self.chunks) > 1
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             if eager:
                 stack.enter_context(megagraph.disable_cuda_graphs_this_step())
             if forward_only:
@@ -411,3 +279,101 @@ def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
     megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return {**settled, "differing": differing}
+
+
+# -- a stage alone ----------------------------------------------------------------------------------
+
+
+class Others:
+    """The other stages of one that is alone: what they send it is the same in each step."""
+
+    def __init__(self) -> None:
+        self.at_message: Callable[[int], None] = lambda number: None  # called before each one; may raise
+
+    def begin(
+        self, schedule: StageSchedule, rows: Sequence[int], *, forward_only: bool = False, keeps: bool = True
+    ) -> None:
+        """Before a step of micro-batches of so many rows; unless it `keeps` what is sent, that is dropped."""
+        self._keeps, self._numbers, self._seeds = keeps, itertools.count(), itertools.count()
+        self.taken: list[Tensor] = []  # by them, copied
+        self._given: list[Tensor] = []  # alive, since another stream may read what was made on this one
+        passes = schedule.passes(len(rows), forward_only=forward_only)
+
+        def received(is_forward: bool, *end: int) -> Iterator[int]:
+            """Of all passes but those of a chunk at an end of the model."""
+            its = (it for it in passes if it[0] == is_forward and (schedule.stage, it[1]) != end)
+            return iter([rows[micro_batch] for _is_forward, _chunk, micro_batch in its])
+
+        ends = {"recv_prev": (True, 0, 0), "recv_next": (False, schedule.stages - 1, schedule.chunks - 1)}
+        self._rows = {name: received(*end) for name, end in ends.items()}
+
+    def take(self, *sent: Tensor | None) -> None:
+        self.at_message(next(self._numbers))
+        self.taken += [it.detach().clone() for it in sent if it is not None and self._keeps]
+
+    def give(self, name: str, shape: Sequence[int], config: Any) -> Tensor:
+        if config.variable_seq_lengths:
+            shape = (next(self._rows[name]), 1, config.hidden_size)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        generator = torch.Generator(device).manual_seed(next(self._seeds))
+        how: dict[str, Any] = {"device": device, "dtype": config.pipeline_dtype, "requires_grad": True}
+        given = torch.randn(*shape, generator=generator, **how)
+        if self._keeps:
+            self._given.append(given)
+        return given
+
+
+@contextlib.contextmanager
+def alone(cut: Cut, stage: int) -> Iterator[Others]:
+    """Inside, Megatron's schedule runs a stage without the other ones, on the groups that one stage has."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    others, several = Others(), cut.chunks if cut.chunks > 1 else None
+
+    class Communicator(schedules.P2PCommunicator):  # type: ignore[misc]  # megatron-core has no types
+        def __init__(self, pp_group: Any, config: Any) -> None:
+            self.pp_group, self.config = pp_group, config
+            self.virtual_pipeline_model_parallel_size = several
+
+        def _communicate(self, *, tensor_shape: Any, **of: Any) -> Any:
+            others.take(of["tensor_send_next"], of["tensor_send_prev"])
+            given = {
+                name: others.give(name, tensor_shape, self.config)
+                for name in ("recv_prev", "recv_next")
+                if of[name]
+            }
+            is_there = torch.cuda.Event()  # also a handle of what comes
+            is_there.record()
+            return given.get("recv_prev"), given.get("recv_next"), dict.fromkeys(given, is_there)
+
+    state: dict[str, Any] = {
+        "_PIPELINE_MODEL_PARALLEL_GROUP": SimpleNamespace(size=lambda: cut.stages, rank=lambda: stage),
+        "_MPU_PIPELINE_MODEL_PARALLEL_RANK": stage,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": several,
+    }
+    with (
+        mock.patch.multiple(parallel_state, **state),
+        mock.patch.object(schedules, "P2PCommunicator", Communicator),
+    ):
+        yield others
+
+
+def measure_memory(model: ModelOptions, cut: Cut, how: str) -> Answer:
+    """Of stage 0, which has the most in flight, in steps of full packs, eager or graphed.
+
+    Answers the most that torch `reserved`, and `slots` of all chunks.
+    """
+    graphs = how == "graphed"
+    install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, mode="graph" if graphs else "eager")
+    with alone(cut, 0) as others:
+        trainer = PipelineTrainer(cut, model, _forward)
+        batch = batch_of(a_pack(model.max_tokens), trainer.device)
+        for _ in range(3):
+            others.begin(schedule_of(trainer.models[0]), [model.max_tokens] * MANY, keeps=False)
+            trainer.step([batch] * MANY, eager=False)
+    torch.cuda.synchronize()
+    reports = megagraph.reports() if graphs else []
+    for report in reports:
+        check_replays(report)
+    return {"reserved": torch.cuda.max_memory_reserved(), "slots": sum(report["slots"] for report in reports)}

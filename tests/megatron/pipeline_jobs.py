@@ -4,9 +4,8 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,11 +19,11 @@ from overlap_rig import delay_linears
 from parallel_jobs import MISFIT, ShardedSGD, hearing
 from same_bits import assert_same_bits
 from streams import makes_groups, seed_streams
-from torch import Tensor, distributed
+from torch import distributed
 
 import megagraph
 from benchmarks.subjects import pipelines
-from benchmarks.subjects.pipelines import BlockSpec, Cut, PipelineTrainer, engines_block_spec
+from benchmarks.subjects.pipelines import BlockSpec, Cut, Others, PipelineTrainer, alone, engines_block_spec
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.parallel.model_parallel import schedule_of
@@ -41,63 +40,6 @@ SHAPES: list[tuple[int, ...]] = [
     (5, 5, 5),
     (10, FULL - 14, 4),
 ]
-
-
-class Others:
-    """The other stages of one that is alone: what they send it is the same in each step."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        self.taken: list[Tensor] = []  # by them, copied
-        self._given: list[Tensor] = []  # alive, since another stream may read what was made on this one
-
-    def take(self, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            self.taken.append(tensor.detach().clone())
-
-    def give(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        generator = torch.Generator("cuda" if rig.ON_GPU else "cpu").manual_seed(len(self._given))
-        how: dict[str, Any] = {"device": generator.device, "dtype": dtype, "requires_grad": True}
-        self._given.append(torch.randn(*shape, generator=generator, **how))
-        return self._given[-1]
-
-
-@contextlib.contextmanager
-def alone(cut: Cut, stage: int) -> Iterator[Others]:
-    """Makes the groups of a stage's ranks. Inside, Megatron's schedule runs it without the other stages."""
-    from megatron.core.pipeline_parallel import schedules
-
-    others = Others()
-
-    class Communicator(schedules.P2PCommunicator):
-        def __init__(self, pp_group: Any, config: Any) -> None:
-            self.pp_group, self.config = pp_group, config
-            self.virtual_pipeline_model_parallel_size = cut.chunks
-
-        def _communicate(self, *, tensor_shape: Any, **of: Any) -> Any:
-            others.take(of["tensor_send_next"])
-            others.take(of["tensor_send_prev"])
-            asked = {name: of[name] for name in ("recv_prev", "recv_next")}
-            given = [
-                others.give(tensor_shape, self.config.pipeline_dtype) if it else None for it in asked.values()
-            ]
-            is_there = torch.cuda.Event()  # also a handle of what comes
-            is_there.record()
-            return *given, {name: is_there for name, is_asked in asked.items() if is_asked}
-
-    dataclasses.replace(cut, stages=1, chunks=1).start()
-    state = {
-        "_PIPELINE_MODEL_PARALLEL_GROUP": SimpleNamespace(size=lambda: cut.stages, rank=lambda: stage),
-        "_MPU_PIPELINE_MODEL_PARALLEL_RANK": stage,
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": cut.chunks,
-    }
-    with (
-        mock.patch.multiple(parallel_state, **state),
-        mock.patch.object(schedules, "P2PCommunicator", Communicator),
-    ):
-        yield others
 
 
 class Trainer(PipelineTrainer):
@@ -133,7 +75,8 @@ class Trainer(PipelineTrainer):
     def train(self, micros: Sequence[rig.Micro], *, eager: bool, forward_only: bool = False) -> rig.Step:
         """Runs Megatron's schedule, and updates the weights after a training step."""
         if self._others is not None:
-            self._others.begin()
+            rows = [micro.physical for micro in micros]
+            self._others.begin(schedule_of(self.models[0]), rows, forward_only=forward_only)
         results = self.step(micros, eager=eager, forward_only=forward_only)
         torch.cuda.synchronize()  # the schedule hands on from another stream
         sent = [] if self._others is None else self._others.taken
@@ -303,6 +246,7 @@ def train_pair(
 @makes_groups
 def train_alone(*, cut: Cut, stage: int, **options: Any) -> list[dict[str, Any]]:
     """As `train_pair()`: a stage of a longer pipeline, in Megatron's order."""
+    dataclasses.replace(cut, stages=1, chunks=1).start()
     with alone(cut, stage) as others:
         return train_pair(cut=cut, others=others, **options)
 

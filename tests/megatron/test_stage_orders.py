@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any stage of a pipeline in one process: its order of forwards and backwards, with the bits of eager."""
 
+import contextlib
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import pipeline_jobs
 import pytest
 import torch
 from megatron_rig import LAYERS, ON_GPU, OPTIONS, Install, Micro, Pair, Step, forward, grads, the_plugin
 from same_bits import assert_same_bits
 
 import megagraph
-from benchmarks.subjects.pipelines import Batch, Pass, StageStep, StageTrainer
+from benchmarks.subjects.pipelines import Cut, Others, alone
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import Trainer
 
@@ -30,44 +32,39 @@ SCHEDULES = [*schedules(4, 1, 0, 1, 3), *schedules(4, 2, 0, 2), *schedules(8, 4,
 OTHERS = [*schedules(4, 1, 2), *schedules(4, 2, 1, 3), *schedules(8, 4, 0, 1, 2, 4, 5, 6, 7)]
 
 
-def batches(count: int, seed: int, device: torch.device) -> list[Batch]:
-    def batch(place: int) -> Batch:
-        micro = Micro(lengths=SHAPES[(place + seed) % len(SHAPES)], seed=100 * seed + place)
-        tokens, labels, _mask, positions = (rows[None].to(device) for rows in micro.row_lists())
-        offsets = torch.tensor([0, *accumulate(micro.lengths)], dtype=torch.int32, device=device)
-        rows = {"tokens": tokens, "labels": labels, "positions": positions}
-        return {**rows, "offsets": offsets, "longest": micro.longest}
-
-    return [batch(place) for place in range(count)]
-
-
 def _without_ids(_chunk: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """As a host may call a chunk that begins with the hidden states of another stage."""
     return args, {**given, "input_ids": None, "position_ids": None}
 
 
-class StagePair:
-    """The same stage twice: one runs eager, the other with graphs."""
+def packs(count: int, seed: int) -> list[Micro]:
+    lengths = (SHAPES[(place + seed) % len(SHAPES)] for place in range(count))
+    return [Micro(lengths=each, seed=100 * seed + place) for place, each in enumerate(lengths)]
 
-    def __init__(self, schedule: StageSchedule, *, deallocates: bool = False) -> None:
+
+class StagePair:
+    """The same stage twice, without the others: one runs eager, the other with graphs."""
+
+    def __init__(self, schedule: StageSchedule, others: Others, *, deallocates: bool = False) -> None:
+        cut = Cut(stages=schedule.stages, chunks=schedule.chunks)
         options = dataclasses.replace(OPTIONS, layers=schedule.stages * schedule.chunks)
-        self.eager, self.graphed = pair = [
-            StageTrainer(options, schedule, deallocates=deallocates) for _ in range(2)
+        how: dict[str, Any] = {"transformer": {"deallocate_pipeline_outputs": deallocates}, "ddp": {}}
+        self.both = self.eager, self.graphed = [
+            pipeline_jobs.Trainer(cut, options, others=others, **how) for _ in range(2)
         ]
-        self.schedule = schedule
-        for trainer in pair if deallocates else ():
+        self.schedule, self.others = schedule, others
+        for trainer in self.both:  # or weights would soon be infinite: what others send is random
+            trainer.update = lambda: None
+        for trainer in self.both if deallocates else ():
             for model, chunk in zip(trainer.models, trainer.chunks, strict=True):
                 if not model.pre_process:
                     chunk.register_forward_pre_hook(_without_ids, with_kwargs=True)
 
-    def step(self, count: int, seed: int, *, forward_only: bool = False) -> StageStep:
-        """A step of both, which must leave the same bits."""
-        some = batches(count, seed, self.eager.device)
-        with megagraph.disable_cuda_graphs_this_step():
-            expected = self.eager.step(some, forward_only=forward_only)
-        found = self.graphed.step(some, forward_only=forward_only)
-        assert_same_bits(expected, found, f"step {seed}")
-        return found
+    def step(self, count: int, seed: int, *, forward_only: bool = False) -> None:
+        """A step of both, which must leave the same bits, also in what other stages are sent."""
+        how = {"micros": packs(count, seed), "forward_only": forward_only}
+        one, other = (it.train(eager=it is self.eager, **how) for it in self.both)
+        assert_same_bits(one, other, f"step {seed}")
 
     def check_reports(self, warm_up: int) -> None:
         """All but some micro-batches replayed, in as many slots as there must be, of which none is held."""
@@ -78,6 +75,19 @@ class StagePair:
             assert report["eager"] == {"WARMING_UP": warm_up * report["layers"]} and report["failures"] == []
             assert report["most_in_flight"] == report["slots"] == most
             assert graphs.captures.bank.holders() == ""
+
+
+@pytest.fixture
+def stage(install: Install) -> Iterator[Callable[..., StagePair]]:
+    """Makes a pair of a stage, with the plugin installed."""
+    install()
+    with contextlib.ExitStack() as stack:
+
+        def make(schedule: StageSchedule, **how: bool) -> StagePair:
+            cut = Cut(stages=schedule.stages, chunks=schedule.chunks)
+            return StagePair(schedule, stack.enter_context(alone(cut, schedule.stage)), **how)
+
+        yield make
 
 
 def counts(schedule: StageSchedule) -> Sequence[int]:
@@ -94,40 +104,39 @@ def counts(schedule: StageSchedule) -> Sequence[int]:
         *(pytest.param(it, True, marks=pytest.mark.soak) for it in OTHERS),
     ],
 )
-def test_bits(install: Install, schedule: StageSchedule, deallocates: bool) -> None:
-    install()
-    pair = StagePair(schedule, deallocates=deallocates)
+def test_bits(stage: Callable[..., StagePair], schedule: StageSchedule, deallocates: bool) -> None:
+    pair = stage(schedule, deallocates=deallocates)
     for seed, count in enumerate(counts(schedule)):
         pair.step(count, seed)
         pair.step(counts(schedule)[0], seed, forward_only=True)
     pair.check_reports(warm_up=2 * counts(schedule)[0])
 
 
-def test_a_step_that_raises_anywhere_leaves_no_slot_held(install: Install) -> None:
+def test_a_step_that_raises_anywhere_leaves_no_slot_held(stage: Callable[..., StagePair]) -> None:
     """In the warm-up, in the steady state, in the cool-down; before a forward, and before a backward."""
-    install()
     schedule = StageSchedule(stages=4, stage=1, chunks=2)
-    pair = StagePair(schedule)
+    pair = stage(schedule)
     pair.step(8, 0)
     are_forward = [is_forward for is_forward, _chunk, _micro_batch in schedule.passes(8)]
     first_backward = are_forward.index(False)
     last_forward = max(place for place, is_forward in enumerate(are_forward) if is_forward)
     for seed, stop in enumerate((1, first_backward - 1, first_backward, last_forward, last_forward + 2), 2):
 
-        def raise_there(index: int, _it: Pass, stop: int = stop) -> None:
-            if index == stop:
+        def raise_there(number: int, stop: int = stop) -> None:
+            if number == stop:
                 raise OSError("lost")
 
+        pair.others.at_message = raise_there
         with pytest.raises(OSError, match="lost"):
-            pair.graphed.step(batches(8, seed, pair.graphed.device), before=raise_there)
+            pair.graphed.train(packs(8, seed), eager=False)
+        pair.others.at_message = lambda number: None
         pair.step(8, seed)
     pair.check_reports(warm_up=8)
 
 
-def test_an_output_that_somebody_keeps_holds_no_slot(install: Install) -> None:
+def test_an_output_that_somebody_keeps_holds_no_slot(stage: Callable[..., StagePair]) -> None:
     """What a stage hands on is a copy, also where the pack fills its capacity."""
-    install()
-    pair = StagePair(StageSchedule(stages=2))
+    pair = stage(StageSchedule(stages=2))
     kept = []
     hook = pair.graphed.models[0].register_forward_hook(lambda _model, _args, out: kept.append(out))
     for seed in range(4):
@@ -137,9 +146,10 @@ def test_an_output_that_somebody_keeps_holds_no_slot(install: Install) -> None:
     pair.check_reports(warm_up=5)
 
 
-def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_too(install: Install) -> None:
-    install()
-    pair = StagePair(StageSchedule(stages=4, chunks=2))
+def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_too(
+    stage: Callable[..., StagePair],
+) -> None:
+    pair = stage(StageSchedule(stages=4, chunks=2))
     for seed in range(3):
         pair.step(8, seed)
     plugin = the_plugin()
