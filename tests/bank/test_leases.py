@@ -134,8 +134,7 @@ def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str, m
     """Bug: of parameters the graph's own buffer was handed out."""
     pair = Pair(device, blocks(), main_grad=main_grad, num_slots=2).capture()
     params = [
-        [*nn.ModuleList(side).parameters()] if not main_grad else []
-        for side in (pair.layers, pair.eager_layers)
+        [] if main_grad else [*nn.ModuleList(side).parameters()] for side in (pair.layers, pair.eager_layers)
     ]
     for _ in range(3):
         micro_batch = pair.forward()

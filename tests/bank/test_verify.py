@@ -49,11 +49,9 @@ def captures() -> Iterator[None]:
         Baked.is_captured = False
 
 
-def captured(
-    steps: Any, device: str, *, training: bool = True, fewer_rows: bool = False, **more: Any
-) -> Bank:
+def captured(steps: Any, device: str, *, training: bool = True, fewer_rows: bool = False, **how: Any) -> Bank:
     moved = [step.to(device) if isinstance(step, nn.Module) else step for step in steps]
-    bank = Bank(moved, device, options=BankOptions(guard=captures, **more))
+    bank = Bank(moved, device, options=BankOptions(guard=captures, **how))
     bank.capture([variant("it", training=training, fewer_rows=fewer_rows)])
     return bank
 

@@ -95,9 +95,7 @@ class OwnBlock(TransformerBlock):
         }
         for index, layer in enumerate(self.layers):
             assert layer.layer_number == index + 1
-            hidden_states, _context = layer(
-                hidden_states=hidden_states, **given, **self.further_arguments(index)
-            )
+            hidden_states, _ = layer(hidden_states=hidden_states, **given, **self.further_arguments(index))
             hidden_states = self.between(index, hidden_states)
         return self.final_layernorm(hidden_states)
 
@@ -246,9 +244,7 @@ def adapt(
 @contextlib.contextmanager
 def without_adapters(*chunks: nn.Module) -> Iterator[None]:
     """As Megatron-Bridge's `disable_adapter()` and PEFT's, which freezes them besides: for a reference."""
-    modules = [
-        module for chunk in chunks for module in chunk.modules() if hasattr(module, "_adapter_enabled")
-    ]
+    modules = [it for chunk in chunks for it in chunk.modules() if hasattr(it, "_adapter_enabled")]
     enables = [getattr(it, "enable_adapters", partial(setattr, it, "_adapter_enabled")) for it in modules]
     for enable in enables:
         enable(False)

@@ -144,10 +144,7 @@ def steps_of(
         if misfits and index % 2:
             shapes[-1] = MISFIT
         steps.append(
-            [
-                rig.Micro(lengths=shape, seed=100 * index + place + 1000 * own)
-                for place, shape in enumerate(shapes)
-            ]
+            [rig.Micro(lengths=it, seed=100 * index + place + 1000 * own) for place, it in enumerate(shapes)]
         )
     return steps
 
@@ -168,9 +165,7 @@ def _in_turns(groups: Any, place: int, micro: rig.Micro) -> OwnMicro:
     size = groups.cp_sizes[(place + micro.seed) % len(groups.cp_sizes)]
     own = 1000 * distributed.get_rank(parallel_state.get_data_parallel_group()) if size == 1 else 0
     shared = _shared(dataclasses.replace(micro, seed=micro.seed + own), size)
-    return OwnMicro(
-        lengths=shared.lengths, padded=shared.padded, seed=shared.seed, group=groups.of_size(size)
-    )
+    return OwnMicro(**vars(shared), group=groups.of_size(size))
 
 
 def _filled_up(micro: rig.Micro) -> rig.Micro:

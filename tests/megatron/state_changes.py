@@ -249,9 +249,7 @@ MODULES: dict[str, Do] = {
     "another list of layers": other_list,
 }
 HOOKS: dict[str, Do] = {
-    "hook": hooks(
-        lambda it: probe(it).register_forward_hook(lambda _module, _args, out: (out[0] * 0.5, out[1]))
-    ),
+    "hook": hooks(lambda it: probe(it).register_forward_hook(lambda _it, _args, out: (out[0] * 0.5, out[1]))),
     "hook on all modules": hooks_all,
 }
 # Bug: one on the accumulation of a gradient that came after the capture never ran.

@@ -10,6 +10,9 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import recompute
 from rope_rig import canonical, run, three_modes
 from same_bits import assert_same_bits
@@ -28,8 +31,6 @@ REPLAYS = 2 * 2 * rig.LAYERS  # if everything after the warm-up replays
 @pytest.fixture
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes each time that one of Megatron's checkpoints runs its part of the model again."""
-    from megatron.core.tensor_parallel import random
-
     seen: list[str] = []
     original, original_norm = random.CheckpointFunction.backward, random.CheckpointWithoutOutput._recompute
 
@@ -77,8 +78,6 @@ def test_selective_recompute_inside_a_layer_has_eager_bits(
 
 
 def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) -> None:
-    from megatron.core.tensor_parallel import random
-
     if not random.HAVE_TE:
         pytest.skip("megatron-core recomputes norms with Transformer Engine only")
     # Later releases compile a few lines of C++ for it.
@@ -107,8 +106,6 @@ def test_layers_that_a_host_recomputes_rotate_as_they_did(
     use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the backward, outside of any forward of ours."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
     original = TransformerLayer.forward
     calls: list[Any] = []
 
@@ -138,9 +135,6 @@ def test_training_under_full_recompute_is_eager_with_its_reason(method: str, rec
 @pytest.fixture
 def tracker_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Any]]:
     """Makes Megatron's tracker anew, of generators or of saved states; puts back what was there."""
-    from megatron.core import tensor_parallel
-    from megatron.core.tensor_parallel import random
-
     for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
         monkeypatch.setattr(random, name, getattr(random, name))
     state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -169,8 +163,6 @@ class _Drops(torch.nn.Module):
         self.inner, self.dropout, self.by_name = inner, torch.nn.Dropout(0.3), by_name
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        from megatron.core import tensor_parallel
-
         named = self.by_name and hidden.is_cuda
         with tensor_parallel.get_cuda_rng_tracker().fork() if named else contextlib.nullcontext():
             hidden = self.dropout(hidden)
@@ -247,8 +239,6 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     Where generators are swapped and not their states, eager draws another mask too. Of such a layer the graph
     draws the same, unless Megatron leaves the recompute out while it is told of a capture.
     """
-    from megatron.core.tensor_parallel import random
-
     given: dict[str, Any] = {"config": recompute("mlp", add_bias_linear=False)}
     report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=DROPS, **given)
     # Later releases do not recompute while they are told of a capture: states that are set back tell no

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from host_rig import frozen_model
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, ran, step
 from torch import Tensor
 
@@ -37,8 +38,6 @@ def _call_inside(trainer: Trainer, call: Callable[[Any], Tensor]) -> list[Tensor
 
 
 def _infer(chunk: Any) -> Tensor:
-    from megatron.core.inference.contexts import StaticInferenceContext
-
     tokens = torch.arange(PROMPT)[None]
     return chunk(
         input_ids=tokens,
@@ -79,8 +78,7 @@ OTHER = Micro(lengths=(5, 30), seed=1)
 def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(pair: Pair) -> None:
     pair.step(MICRO, times=2)
     eager, graphed = (
-        _call_inside(trainer, lambda chunk: forward(chunk, OTHER, torch.device("cpu"))[0])
-        for trainer in pair.both
+        _call_inside(it, lambda chunk: forward(chunk, OTHER, torch.device("cpu"))[0]) for it in pair.both
     )
     counted = pair.report()
     pair.step(MICRO, times=3)

@@ -173,8 +173,7 @@ def test_every_tail_convention_and_form_of_pack_has_eager_bits(tail: TailConvent
 
 def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
     runs = [
-        rig.train(rig.graph_config(tail=tail), FORMS[:1], eager=True).steps[0].losses
-        for tail in TailConvention
+        rig.train(rig.graph_config(tail=it), FORMS[:1], eager=True).steps[0].losses for it in TailConvention
     ]
     for losses in runs[1:]:
         for one, other in zip(runs[0], losses, strict=True):

@@ -22,9 +22,7 @@ import megagraph
 from megagraph.bank import capture
 from megagraph.demo.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread")
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread")
 PACKAGE = str(Path(megagraph.__file__).parent)
 MICRO = Micro(lengths=(9, 20, 11))
 # The modules that an eager call passes through.

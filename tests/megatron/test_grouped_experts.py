@@ -9,6 +9,7 @@ from typing import Any
 import moe_rig
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron_rig import Install, compare_runs, refused, report_of, schedule, step, steps_of
 from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer
 from torch import Tensor
@@ -91,7 +92,7 @@ def assert_agree(ours: Any, theirs: Any, rows: Tensor) -> None:
     assert one_grads.keys() == other_grads.keys()
     for name, grad in one_grads.items():
         torch.testing.assert_close(
-            grad, other_grads[name], **BOUND, msg=lambda said, name=name: f"{name}: {said}"
+            grad, other_grads[name], **BOUND, msg=lambda it, name=name: f"{name}: {it}"
         )
 
 
@@ -241,8 +242,6 @@ def test_distributed_checkpoints_hold_the_tensors_of_sequential_experts(sharded_
 
 
 def test_of_copies_on_several_ranks_one_writes_its_weights() -> None:
-    from megatron.core.dist_checkpointing.mapping import is_main_replica
-
     experts, writers = both()[0].experts, []
     for rank in range(3):
         groups = SimpleNamespace(expt_dp=SimpleNamespace(rank=lambda rank=rank: rank))

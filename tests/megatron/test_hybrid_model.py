@@ -8,6 +8,8 @@ import megatron_rig as rig
 import pytest
 import torch
 from mamba_rig import PATTERN, Documented, mamba, mamba_experts, mamba_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_rig import Install, Pair, report_of, step, steps_of
 from moe_rig import EXPERTS
 from same_bits import assert_same_bits
@@ -119,7 +121,6 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
     install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A layer of another kind in the place of Mamba's."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
     class Foreign(nn.Module):
         def __init__(self, config: Any, layer_number: int, **unused: Any) -> None:
@@ -217,8 +218,7 @@ def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
     pair = Pair(mamba)
     assert pair.train(packs(4, rig.Micro))["eager"] == {"WARMING_UP": 3 * OF_PATTERN}
     told, untold = (
-        step(pair.graphed, [make(lengths=(9, 20))], update=False).losses[0]
-        for make in (Documented, rig.Micro)
+        step(pair.graphed, [it(lengths=(9, 20))], update=False).losses[0] for it in (Documented, rig.Micro)
     )
     assert torch.equal(told, untold) == (not seams.packs_say_documents())
 
@@ -274,8 +274,6 @@ def test_what_only_decoding_reads_of_a_mixer_is_no_part_of_its_state() -> None:
 
 
 def test_only_canonical_packs_have_their_documents_made_anew() -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     asked: list[Any] = []
 
     def original(mixer: Any, packed_seq_params: Any, total_tokens: int) -> Tensor:

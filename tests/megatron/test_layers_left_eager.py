@@ -9,6 +9,8 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -122,8 +124,6 @@ def test_a_capture_that_fails_as_a_whole_is_tried_again_only_if_something_change
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It leaves a run that never captured. Bug: beside evaluations it was tried and reported in each step."""
-    from megatron.core.models.gpt import GPTModel
-
     original = GPTModel._preprocess
     tried: list[bool] = []
 
@@ -185,8 +185,6 @@ def test_a_failure_of_the_evaluation_capture_costs_training_no_graph() -> None:
 def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron.core import tensor_parallel
-
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "states_", {**tracker.states_, "test": torch.zeros(16, dtype=torch.uint8)})
     pair = rig.Pair(layers=LAYERS)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -35,8 +36,6 @@ SMALL = dataclasses.replace(PLAIN, mask_seed=4)
 @contextlib.contextmanager
 def mlps_that_read_masks() -> Iterator[list[Tensor]]:
     """While inside, masked rows of an MLP count half. Yields copies, on the host, of the masks seen."""
-    from megatron.core.transformer.mlp import MLP
-
     original, seen = MLP.forward, []
 
     def forward(mlp: Any, hidden_states: Tensor, *args: Any, padding_mask: Any = None, **further: Any) -> Any:

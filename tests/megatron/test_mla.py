@@ -14,6 +14,7 @@ import parallel_jobs
 import pytest
 import torch
 from host_rig import OwnBlock, OwnModel, host_pair, only
+from megatron.core.tensor_parallel import random
 from model_specs import asks_for_no_engine, mla_config
 from moe_rig import recompute
 from rope_rig import Declared, assert_close_losses, canonical_steps, padded_modes, run, scatter, three_modes
@@ -194,8 +195,6 @@ def test_selective_recompute_has_the_bits_of_none(
     module: str, kind: str, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the projections and the rotation, whose outputs Megatron drops and makes anew in the backward."""
-    from megatron.core.tensor_parallel import random
-
     if not rig.ON_GPU:  # later releases compile C++, for as long as all other tests of this file take
         monkeypatch.setattr(random, "_get_share_storage", lambda: _copy_storage, raising=False)
     pair = rig.Pair(mla=kind, config=recompute(module, **rope))

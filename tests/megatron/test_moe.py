@@ -17,6 +17,10 @@ import pytest
 import torch
 from host_rig import OwnBlock
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron_rig import Install, Micro, Pair, forget_metrics, graph_config, report_of, step, steps_of, train
 from moe_rig import ATTENTION, PADS, PERMUTATION, ROUTERS, ExpertTrainer, of
 from moe_rig import GROUPED_EXPERTS as GROUPED
@@ -99,8 +103,6 @@ def test_a_block_that_runs_its_layers_itself(scopes: Sequence[str]) -> None:
 
 
 def _replace_scale(device: torch.device, scale: float | None) -> None:
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
     MoEAuxLossAutoScaler.main_loss_backward_scale = (
         None if scale is None else torch.full((1,), scale, device=device)
     )
@@ -163,8 +165,6 @@ def test_a_dispatcher_keeps_nothing_of_a_capture(trained: Any) -> None:
 
 def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:
     """It would permute what stands for the rows in the eager part, where nobody reads it."""
-    from megatron.core.transformer.moe import token_dispatcher
-
     trainer = trained(ALL, **PADS)
     ours: Any = token_dispatcher.permute
     with (
@@ -468,9 +468,6 @@ def trainer() -> ExpertTrainer:
 
 
 def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
-
     class OwnLayer(MoELayer): ...
 
     class OwnDispatcher(MoEAllGatherTokenDispatcher): ...

@@ -15,6 +15,8 @@ import megatron_rig as rig
 import moe_rig
 import pytest
 import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron_rig import Micro, Run
 from overlap_rig import (
     CALLS,
@@ -205,8 +207,6 @@ def test_a_micro_batch_that_replays_nothing_though_it_has_graphs_is_a_failure() 
 
 def test_a_forward_ahead_of_the_backward_that_frees_its_memory_runs_eager() -> None:
     """Two slots share memory, as Megatron runs layer by layer through two micro-batches."""
-    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
-
     run = TransformerModelChunkSchedulePlan.run
 
     def one_after_another(forward: Any, backward: Any, b_grad: Any = None, **_hooks: Any) -> Any:
@@ -321,8 +321,6 @@ def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
 @pytest.mark.gpu
 def test_a_dispatch_that_does_not_wait_reads_what_is_not_there() -> None:
     """Or the test above would show nothing."""
-    from megatron.core.pipeline_parallel.utils import ScheduleNode
-
     make, micros = ScheduleNode.__init__, steps_of(STEPS)
 
     def init(node: Any, *args: Any, **kwargs: Any) -> None:

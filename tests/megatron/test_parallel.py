@@ -104,9 +104,7 @@ def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eage
     groups = len(pair.graphed.model.bucket_groups)
     assert groups == 1 if bucket_size is None else groups > 2
     for index in range(groups):
-        of_group = [
-            [line for line in heard if line.startswith(f"group {index} ")] for heard in (eager, graphed)
-        ]
+        of_group = [[it for it in heard if it.startswith(f"group {index} ")] for heard in (eager, graphed)]
         assert of_group[0] == of_group[1]
     reduced = [[line for line in heard if line.endswith("reduces")] for heard in (eager, graphed)]
     assert reduced[0] == reduced[1] and len(set(reduced[0])) == len(reduced[0]) == groups

@@ -11,6 +11,7 @@ import parallel_jobs
 import pytest
 from host_rig import only
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import PADS, ExpertTrainer
 from state_changes import halved
@@ -248,7 +249,6 @@ def test_routing_that_is_replayed_from_some_step_on(
 
     Where no scope is named, experts are grouped, and layers with them graphed whole.
     """
-    from megatron.core.transformer.moe.router import TopKRouter
 
     class Replay:
         def get_replay_topk(self, scores: Any, topk: int, groups: Any, of_groups: Any, choose: Any) -> Any:

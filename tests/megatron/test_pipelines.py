@@ -10,6 +10,7 @@ import moe_rig
 import pipeline_jobs
 import pytest
 import torch
+from megatron.core import __version__
 from model_specs import mla_config
 from pipeline_jobs import LATE, OF_ENGINE
 from torch import distributed
@@ -121,8 +122,6 @@ def test_eager_is_what_megatron_does_without_the_plugin() -> None:
 
 
 def frees_after_sending() -> bool:
-    from megatron.core import __version__
-
     return tuple(map(int, __version__.split(".")[:2])) >= (0, 19)
 
 
@@ -167,12 +166,7 @@ def test_every_stage_and_chunk_is_in_the_report_and_one_rank_of_each_stage_in_th
     names = [f"GPTModel (stage {stage}, chunk {chunk})" for stage in range(2) for chunk in range(2)]
     # Each is there twice: eager, and graphed.
     assert [model["model"] for model in read_report(report)] == [
-        *(
-            f"{name}{number}"
-            for stage in (0, 2)
-            for number in ("", " #2")
-            for name in names[stage : stage + 2]
-        )
+        *(f"{name}{number}" for stage in (0, 2) for number in ("", " #2") for name in names[stage:][:2])
     ]
     assert len(list(tmp_path.iterdir())) == 2
     speaking = [[name for name in names if any(name in line for line in lines)] for lines in said]

@@ -7,8 +7,11 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.spec_utils import ModuleSpec
 from model_specs import spec_of
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
@@ -53,9 +56,7 @@ def prediction(kinds: str = "--", *, position: str = "rope", **changes: Any) -> 
 
 def hybrid_spec() -> Any:
     """Of a hybrid stack, with a block of prediction whose layers its pattern names."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as prediction
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
     parts = prediction.MultiTokenPredictionLayerSubmodules(
         enorm=Norm, hnorm=Norm, layer_norm=Norm, eh_proj=ColumnParallelLinear
@@ -124,8 +125,6 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> N
 
 def test_routers_that_record_do_so_in_prediction_as_well() -> None:
     """All of them see the rows that were given: the decoder's are shown these, the others have no more."""
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
     pair = rig.Pair(
         prediction, kinds="EE", moe_enable_routing_replay=True, plugin={"cuda_graph_modules": "attn"}
     )

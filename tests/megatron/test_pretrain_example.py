@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import typing_extensions
+from megatron.core import num_microbatches_calculator, rerun_state_machine
 from torch.utils.data import DataLoader
 
 import megagraph
@@ -176,7 +177,6 @@ def pretrain(
     if not hasattr(typing, "override"):  # Python 3.12
         monkeypatch.setattr(typing, "override", typing_extensions.override, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")  # as a launcher does
-    from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.training import global_vars, initialize, training
 
     for name, value in {
@@ -256,8 +256,7 @@ def test_the_log_is_that_of_eager_through_a_save_and_a_resume(
     # Without the plugin packs are not padded, and RoPE rounds otherwise. Losses have seven digits in the log,
     # norms four.
     assert {name: float(figure) for name, figure in pretrain(options).items()} == {
-        name: pytest.approx(float(figure), rel=1e-3 if "norm" in name else 1e-5)
-        for name, figure in eager.items()
+        name: pytest.approx(float(it), rel=1e-3 if "norm" in name else 1e-5) for name, it in eager.items()
     }
 
 

@@ -13,6 +13,8 @@ import megatron_rig as rig
 import pytest
 import torch
 from host_rig import frozen_model
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from test_prediction import prediction
@@ -122,9 +124,6 @@ def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_typ
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bug: it wants offsets that reach the last row, so that its canonical pack raised in the first step."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
     nets = importlib.import_module("megatron.core.ssm.gated_delta_net")
     monkeypatch.setattr(getattr(nets, "common", nets), "HAVE_FLA", True)  # kernels, which only a run needs
     config: dict[str, Any] = {

@@ -167,8 +167,7 @@ def test_each_pack_keeps_its_own_meaning_beside_packs_of_the_other() -> None:
     steps: Steps = []
     for index, lengths in enumerate(rope_rig.SHAPES):
         all_rows, half = (
-            rope_rig.Declared(lengths=lengths, max_seqlen=longest, num_seqs=5, seed=index)
-            for longest in (64, 32)
+            rope_rig.Declared(lengths=lengths, max_seqlen=it, num_seqs=5, seed=index) for it in (64, 32)
         )
         steps.append([all_rows, half] if index % 2 else [half, all_rows])
     graphed = rope_rig.three_modes(steps)["graph"]
@@ -377,9 +376,7 @@ class StretchedPerTokenModel(StretchedModel, PerTokenModel):
 def _by_longest(count: int) -> Steps:
     """Steps of packs that are canonical but for the longest document, which is their own."""
     steps: Steps = rope_rig.canonical_steps(HALF, count)
-    return [
-        [dataclasses.replace(micro, max_seqlen=max(micro.lengths)) for micro in micros] for micros in steps
-    ]
+    return [[dataclasses.replace(it, max_seqlen=max(it.lengths)) for it in micros] for micros in steps]
 
 
 def test_tables_that_go_by_the_longest_document_are_refused_by_name() -> None:

@@ -11,6 +11,7 @@ import moe_rig
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from moe_rig import EXPERTS, ExpertTrainer
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -46,8 +47,6 @@ class Told:
         return len(self._micros)
 
     def __iter__(self) -> Iterator[rig.Micro]:
-        from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
         for index, micro in enumerate(self._micros):
             self.collect()
             action = ACTIONS[(micro.seed + index) % len(ACTIONS)]
@@ -207,8 +206,6 @@ def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_repl
 
 def test_routers_that_are_told_later_and_recomputed_raise(install: rig.Install) -> None:
     """In the backward pass nobody would know how many rows they have choices for."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
     install(cuda_graph_modules="attn")
     trainer = ExpertTrainer(**moe_rig.CASES["recomputed"])
     rig.step(trainer, [FULL], times=2)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import moe_rig
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import router
 from megatron_rig import OPTIONS, Install, Pair, steps_of
 from model_specs import block_spec
 from moe_rig import DROPS, FULL_RECOMPUTE, GATHERS, PADS, Config, ExpertTrainer, recompute
@@ -200,8 +202,6 @@ def test_under_expert_overlap_nothing_is_graphed_behind_the_dispatch(
 
 def with_graphs(scopes: Sequence[str], options: Config) -> Any:
     """A config under which Megatron makes graphs of its own, or what its checks raise."""
-    from megatron.core.transformer import TransformerConfig
-
     name = "cuda_graph_modules"
     if not hasattr(TransformerConfig, name):  # up to 0.17
         name = "cuda_graph_scope"
@@ -302,8 +302,6 @@ def test_rule_m2_refuses_a_choice_of_experts_by_a_host(
     when: str, install: Install, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a graph it would choose as in the micro-batch of the capture, whatever it looks at."""
-    from megatron.core.transformer.moe import router
-
     if when == "after":
         install()
     assert refusal_of(models["E-"], None, ("attn", "moe_router")) is None

@@ -264,8 +264,7 @@ class _Steps:
         batch, groups = next(self._wrapped)
         if groups is not None:
             sharers = [
-                [sum(number in others for others in group) for number in group[self._place]]
-                for group in groups
+                [sum(it in others for others in group) for it in group[self._place]] for group in groups
             ]
             self.sizes.append([size for of_group in sharers for size in of_group])
         return batch, groups

@@ -36,7 +36,7 @@ def watch_of(
 ) -> _C.StateWatch:
     references = [weakref.ref(child) for module in modules for child in module.modules()]
     watch = _C.StateWatch(
-        references, weakref.ref(modules[0]), left_out, lambda hook: False, torch.device(device)
+        references, weakref.ref(modules[0]), left_out, lambda _: False, torch.device(device)
     )
     watch.set_keys(list(keys))
     return watch

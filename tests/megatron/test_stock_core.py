@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models import backends
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Step, grads, report_of, step, weights
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -37,8 +40,6 @@ PACKS = (
 @pytest.fixture(autouse=True)
 def no_random_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock attention asks for a random stream of the GPU, to drop out nothing."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
     monkeypatch.setattr(CudaRNGStatesTracker, "fork", lambda tracker: nullcontext())
 
 
@@ -110,9 +111,7 @@ def test_each_document_alone_in_stock_megatron_has_the_packs_losses_and_gradient
 
 def test_the_model_sees_its_documents_and_their_order(trainer: Trainer) -> None:
     """Without this, the comparisons above could pass on a model that ignores its context."""
-    one, two = (
-        step(trainer, [Micro(lengths=lengths)], update=False).losses[0] for lengths in ((40,), (20, 20))
-    )
+    one, two = (step(trainer, [Micro(lengths=it)], update=False).losses[0] for it in ((40,), (20, 20)))
     assert torch.equal(one[:19], two[:19])
     assert (one[20:39] - two[20:39]).abs().max() > 1e-3
 
@@ -178,8 +177,6 @@ def norms(trainer: Trainer) -> dict[str, type[nn.Module]]:
 
 
 def test_which_norms_of_queries_and_keys_are_ours() -> None:
-    from megatron.core.transformer.torch_norm import L2Norm
-
     attention = megagraph.get_gpt_layer_varlen_spec(qk_l2_norm=True).submodules.self_attention.submodules
     assert attention.q_layernorm is attention.k_layernorm is L2Norm
     spec = megagraph.get_gpt_layer_varlen_spec(multi_latent_attention=True, qk_layernorm=True)
@@ -189,7 +186,6 @@ def test_which_norms_of_queries_and_keys_are_ours() -> None:
 
 def test_another_norm_of_the_local_spec_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Apex is installed."""
-    from megatron.core.models import backends
 
     class Other(nn.Module):
         pass

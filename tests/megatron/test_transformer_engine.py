@@ -8,6 +8,7 @@ import megatron_rig as rig
 import parallel_jobs
 import pytest
 import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from model_specs import te_layer_spec
 from rope_rig import canonical, canonical_steps
 from same_bits import assert_same_bits
@@ -106,8 +107,6 @@ def test_fused_weight_gradients_are_added_once(install: rig.Install) -> None:
 
 def _model(**config: Any) -> Trainer:
     """From the same random state each time."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
     model_parallel_cuda_manual_seed(7, te_rng_tracker=True, force_reset_rng=True)
     return Trainer(rig.OPTIONS, spec=te_layer_spec(), config=config)
 

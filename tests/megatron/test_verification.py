@@ -196,9 +196,7 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
     rig.step(pair.graphed, [rig.ONE, rig.TWO], times=3)
     report = next(it for it in megagraph.reports() if it["replays"])
     assert report["eager"]["VERIFY_FAILED"]
-    assert any(
-        "layer 0 (TransformerLayer) stays eager (VERIFY_FAILED)" in line for line in report["failures"]
-    )
+    assert any("layer 0 (TransformerLayer) stays eager (VERIFY_FAILED)" in it for it in report["failures"])
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -11,6 +11,8 @@ import pytest
 import torch
 from mamba_rig import Documented
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, distributed, nn
 
 import megagraph
@@ -115,8 +117,6 @@ def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair
 
 def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
     """Bug: `extract_layer_indices` ended in an AttributeError."""
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
     forward_of_block = inspect.unwrap(TransformerBlock.forward)
     if "extract_layer_indices" not in inspect.signature(forward_of_block).parameters:
         pytest.skip("this release of megatron-core has no extract_layer_indices")
@@ -195,7 +195,6 @@ has_seq_idx = pytest.mark.skipif(
 
 def layer_by_document() -> Any:
     """A layer that treats the rows of each document in another way."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     class LayerByDocument(TransformerLayer):
         def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
