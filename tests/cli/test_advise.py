@@ -293,9 +293,7 @@ def tried(files: Files, script: str, steps: int, config: GraphConfig) -> Finding
 
 
 @pytest.mark.megatron
-def test_eager_blocks_run_packs_as_they_were_given_and_graphed_ones_padded(
-    files: Files, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eager_blocks_run_packs_as_they_were_given_and_graphed_ones_padded(files: Files, capsys: Any) -> None:
     """With graphs merely disabled they would run padded, which hides what padding costs."""
     assert MADE in ENDLESS
     found = tried(files, ENDLESS.replace(MADE, MADE + ROWS), 24, GraphConfig.from_toml(files.toml()))

@@ -20,9 +20,7 @@ AS_JSON = "doctor", "--json"
 
 
 @pytest.mark.megatron
-def test_an_installation_that_fits_is_told_with_its_versions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installation_that_fits_is_told_with_its_versions(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
     assert main([*AS_JSON]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -37,9 +35,7 @@ def test_an_installation_that_fits_is_told_with_its_versions(
 
 
 @pytest.mark.megatron
-def test_what_does_not_fit_is_told_and_the_exit_code_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_told_and_the_exit_code_says_so(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(seams.BLOCK_FORWARD.owner(), "forward", lambda self, hidden_states: None)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out.splitlines()[-1]
@@ -47,9 +43,7 @@ def test_what_does_not_fit_is_told_and_the_exit_code_says_so(
     assert "TransformerBlock.forward has no parameter attention_mask, rotary_pos_emb" in said
 
 
-def test_a_report_is_explained_by_reason_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys: Any) -> None:
     model = {
         **{"model": "GPTModel", "calls": 100, "replays": 60, "capacities": [], "capture_seconds": 1.0},
         **{"eager": {"WARMING_UP": 10, "TOO_MANY_SEQUENCES": 30}, "padding_share": 0.1},
@@ -92,9 +86,7 @@ def rehearsed(files: Files, capsys: pytest.CaptureFixture[str], script: str, cod
 
 
 @pytest.mark.megatron
-def test_a_script_runs_one_step_and_its_layers_are_told_apart(
-    files: Files, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_runs_one_step_and_its_layers_are_told_apart(files: Files, capsys: Any) -> None:
     whole = rehearsed(files, capsys, TRAINING, 0)
     (model,) = whole["rehearsed"]
     assert whole["verdict"] == "2 of 2 layers would be graphed"
@@ -113,9 +105,7 @@ def test_a_script_runs_one_step_and_its_layers_are_told_apart(
 
 
 @pytest.mark.megatron
-def test_how_to_profile_a_script_has_the_options_that_were_given(
-    files: Files, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_to_profile_a_script_has_the_options_that_were_given(files: Files, capsys: Any) -> None:
     config, script = str(files.toml()), str(files.script(TRAINING))
     given = ["--config", config, "--set", "verify=off"]
     assert main(["doctor", *given, script, "9", "print('the end')"]) == 0
@@ -124,9 +114,7 @@ def test_how_to_profile_a_script_has_the_options_that_were_given(
 
 
 @pytest.mark.megatron
-def test_a_refused_model_and_a_script_without_any_say_so(
-    files: Files, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_model_and_a_script_without_any_say_so(files: Files, capsys: Any) -> None:
     refused = TRAINING.replace(MODEL, MODEL.replace("shape)", "shape, config={'qk_clip': True})"))
     document = rehearsed(files, capsys, refused, 1)
     (model,) = document["rehearsed"]

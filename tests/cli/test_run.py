@@ -134,9 +134,7 @@ def test_a_script_for_gpus_trains_on_the_cpu(files: Files) -> None:
     assert done.returncode == 0 and "80 % of layer calls replayed" in done.stderr, done.stderr
 
 
-def test_the_cpu_is_not_asked_for_beside_a_gpu(
-    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cpu_is_not_asked_for_beside_a_gpu(files: Files, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert run("--cpu", files.script("raise AssertionError")) == 2
     assert "--cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err

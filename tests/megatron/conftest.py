@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
-
 import pytest
 import torch
 from compared import every_graph_is_compared_or_named
@@ -52,25 +50,15 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron(process_group: None) -> Iterator[None]:
-    """Megatron on the CPU where there is no GPU; only for the tests of this folder.
-
-    On one thread: such small models only wait for a second one.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Megatron on the CPU where there is no GPU; only for the tests of this folder."""
     with megatron_on_cpu(), every_graph_is_compared_or_named():
         yield
         free_models()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
-def exact() -> Iterator[None]:
+def exact(poisoned_memory: None) -> None:
     """Deterministic algorithms, and fresh memory full of NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True)

@@ -102,9 +102,7 @@ def test_selective_recompute_of_canonical_packs_has_the_bits_of_an_unpatched_run
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_layers_that_a_host_recomputes_rotate_as_they_did(
-    use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_a_host_recomputes_rotate_as_they_did(use_reentrant: bool, monkeypatch: Any) -> None:
     """In the backward, outside of any forward of ours."""
     original = TransformerLayer.forward
     calls: list[Any] = []

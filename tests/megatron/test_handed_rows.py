@@ -331,9 +331,7 @@ def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
 
 
 @pytest.fixture
-def make(
-    install: Callable[..., GraphConfig], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., ExpertTrainer]]:
+def make(install: Callable[..., GraphConfig], monkeypatch: Any) -> Iterator[Callable[..., ExpertTrainer]]:
     """Makes a model of these capacities whose experts need equal rows."""
     monkeypatch.setattr(dispatcher, "need_equal_rows", lambda config: True)
 

@@ -104,9 +104,7 @@ def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
     ("symbol", "name"),
     [("G", "a gated delta net"), ("D", "sparse attention"), ("?", "an unknown kind of layer")],
 )
-def test_layers_that_are_not_built_are_refused_by_name(
-    symbol: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_are_not_built_are_refused_by_name(symbol: str, name: str, monkeypatch: Any) -> None:
     """By the pattern alone: most of these cannot be built without further packages."""
     trainer = rig.HybridTrainer(pattern="*-")
     assert refusal_of(trainer.chunk, trainer.model) is None

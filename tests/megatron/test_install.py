@@ -165,9 +165,7 @@ def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
     assert _held() == before
 
 
-def test_mode_off_patches_nothing_and_without_options_the_environment_decides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mode_off_patches_nothing_and_without_options_the_environment_decides(monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "off")
     before = _held()
     for nothing in (
@@ -217,9 +215,7 @@ def test_a_report_is_left_once_an_interval_and_by_name_of_its_process(tmp_path: 
 
 
 @pytest.mark.parametrize("target", [".", "file/report.json", "file"])
-def test_a_bad_report_path_is_found_when_installing(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_report_path_is_found_when_installing(target: str, tmp_path: Path, monkeypatch: Any) -> None:
     """`report = "."` was found when the training was over."""
     (tmp_path / "file").write_text("an older report")
     before, files = _held(), sorted(tmp_path.rglob("*"))
@@ -271,9 +267,7 @@ if os.fork():  # one of the two scripts ends before the other, which then has no
 
 
 @pytest.mark.parametrize("seam", OF_GPT, ids=_where)
-def test_a_seam_that_is_missing_is_named_and_nothing_is_patched(
-    seam: seams.Seam, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seam_that_is_missing_is_named_and_nothing_is_patched(seam: seams.Seam, monkeypatch: Any) -> None:
     monkeypatch.delattr(seam.owner(), seam.name)
     others = [other for other in SEAMS if other is not seam]
     before = [other.function() for other in others]
@@ -283,9 +277,7 @@ def test_a_seam_that_is_missing_is_named_and_nothing_is_patched(
     assert installed_plugin() is None
 
 
-def test_every_seam_that_changed_is_named_with_the_parameter_it_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_seam_that_changed_is_named_with_the_parameter_it_lacks(monkeypatch: Any) -> None:
     monkeypatch.setattr(seams.BLOCK_FORWARD.owner(), "forward", lambda self, hidden_states: None)
     monkeypatch.setattr(seams.ATTENTION_ROPE.owner(), "apply_rotary_pos_emb", lambda t, freqs, config: t)
     with pytest.raises(RuntimeError) as error:
@@ -337,9 +329,7 @@ def test_a_function_that_takes_any_name_is_wrapped_like_megatrons(monkeypatch: p
     megagraph.uninstall()  # before theirs goes, or it would be put back for later tests
 
 
-def test_an_unknown_release_whose_seams_fit_is_tried_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_release_whose_seams_fit_is_tried_with_a_warning(monkeypatch: Any, caplog: Any) -> None:
     import megatron.core
 
     megagraph.install(rig.graph_config())

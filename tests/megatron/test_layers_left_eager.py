@@ -82,9 +82,7 @@ CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
 # A checkpoint in a warm-up reaches the adapter's accumulator, which DDP keeps, from another stream.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("what", CASES)
-def test_a_layer_that_cannot_be_graphed_stays_eager_and_the_rest_replays(
-    what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_that_cannot_be_graphed_stays_eager_and_the_rest_replays(what: str, caplog: Any) -> None:
     change, reason, layers, said = CASES[what]
     # As many words as the MLP has rows.
     pair = rig.Pair(layers=LAYERS, vocab=4 * rig.OPTIONS.hidden, prepare=change)
@@ -182,9 +180,7 @@ def test_a_failure_of_the_evaluation_capture_costs_training_no_graph() -> None:
     pair.ran(3 * LAYERS + (LAYERS - 1), failures=1, WARMING_UP=2 * LAYERS, CAPTURE_FAILED=1)
 
 
-def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(monkeypatch: Any) -> None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "states_", {**tracker.states_, "test": torch.zeros(16, dtype=torch.uint8)})
     pair = rig.Pair(layers=LAYERS)

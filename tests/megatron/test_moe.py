@@ -485,9 +485,7 @@ def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
     assert refusal_of(trainer.chunk, trainer.model) is None
 
 
-def test_which_experts_over_several_ranks_need_equal_rows(
-    trainer: ExpertTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_experts_over_several_ranks_need_equal_rows(trainer: ExpertTrainer, monkeypatch: Any) -> None:
     config = trainer.chunk.config
     monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", True)
     assert not need_equal_rows(config)

@@ -120,9 +120,7 @@ def test_a_class_that_is_defined_after_install_is_found_where_it_runs(install: I
     assert "depends on more than the pack's capacity (TypeError: " in report["failures"][0]
 
 
-def test_a_forward_that_replaces_megatrons_on_its_class_replays(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_replaces_megatrons_on_its_class_replays(install: Install, monkeypatch: Any) -> None:
     """As a host patches megatron-core itself, after the plugin was installed."""
     install()
     with monkeypatch.context() as patch:
@@ -213,9 +211,7 @@ class RenamedBlock(OwnBlock):
         return self.final_layernorm(hidden)
 
 
-def test_a_block_without_the_parameters_of_megatrons_is_refused_by_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_block_without_the_parameters_of_megatrons_is_refused_by_name(caplog: Any) -> None:
     pair = host_pair(ShortModel, RenamedBlock)
     pair.step(ONE, TWO, times=3)
     report = pair.report()
@@ -246,9 +242,7 @@ def test_a_model_whose_arguments_have_other_names_is_refused_and_counted(install
     assert "RenamedModel.forward overrides GPTModel.forward and has no parameter input_ids" in failure
 
 
-def test_a_forward_that_steps_aside_and_calls_the_model_anew_is_counted_once(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_forward_that_steps_aside_and_calls_the_model_anew_is_counted_once(pair: Pair, caplog: Any) -> None:
     """Bug: the call around and the one inside counted each."""
 
     def around(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,9 +271,7 @@ class SometimesModel(GPTModel):
     run, tables = OwnModel.run, OwnModel.tables
 
 
-def test_calls_that_go_another_way_are_counted_and_the_others_replay(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_calls_that_go_another_way_are_counted_and_the_others_replay(caplog: Any) -> None:
     pair = host_pair(SometimesModel)
     with caplog.at_level(logging.INFO, logger="megagraph"):
         pair.step(ONE, OTHER, times=6)

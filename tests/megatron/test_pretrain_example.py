@@ -166,9 +166,7 @@ class _Stream:
 
 
 @pytest.fixture
-def pretrain(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], documents: Path
-) -> Callable[[str], dict[str, str]]:
+def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Callable[[str], dict[str, str]]:
     """Runs the script with arguments; returns what the log says of each step and evaluation."""
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("this megatron-core has no megatron.training")

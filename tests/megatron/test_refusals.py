@@ -120,9 +120,7 @@ def test_fsdp_and_multimodal_rope_over_ranks_are_refused_by_name(trainer: Traine
     assert "multimodal RoPE with context parallelism" in rig.refused(trainer.chunk)
 
 
-def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_type(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_type(monkeypatch: Any) -> None:
     """Bug: it wants offsets that reach the last row, so that its canonical pack raised in the first step."""
     nets = importlib.import_module("megatron.core.ssm.gated_delta_net")
     monkeypatch.setattr(getattr(nets, "common", nets), "HAVE_FLA", True)  # kernels, which only a run needs

@@ -230,9 +230,7 @@ def test_as_many_micro_batches_replay_as_there_are_slots(order: str, slots: int)
         assert eager_calls == STEPS * LAYERS
 
 
-def test_a_slot_that_somebody_holds_leaves_the_others_and_holds_captures_back(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_slot_that_somebody_holds_leaves_the_others_and_holds_captures_back(caplog: Any) -> None:
     pair = Pair(plugin={"cuda_graph_slots": 2})
     pair.step(*_micros(0), times=2)
     trainer = pair.graphed

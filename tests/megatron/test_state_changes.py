@@ -155,9 +155,7 @@ def test_states_that_have_graphs_replay_however_often_they_alternate(pair: rig.P
     assert "_adapter_enabled True -> False" in before["states"][1]
 
 
-def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(caplog: Any) -> None:
     pair = rig.Pair(plugin={"cuda_graph_max_states": 2}, **PROBED)
     pair.step(rig.ONE, times=2)
     graphs = pair.report()["graphs"]
@@ -214,9 +212,7 @@ def test_settings_that_change_inside_of_a_step_have_verified_graphs_in_the_next_
     assert (report["verification"]["verified"], report["verification"]["unverified"]) == (2, 0)
 
 
-def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(caplog: Any) -> None:
     pair = rig.Pair(plugin={"cuda_graph_max_states": 3}, **PROBED)
     pair.step(rig.ONE, times=2)
     before = pair.report()
@@ -319,9 +315,7 @@ def test_nobody_who_does_not_ask_gets_ranges(trainer: Trainer) -> None:
     assert _ranges_of_a_step(trainer) == []
 
 
-def test_each_interval_of_training_steps_has_a_line(
-    install: Install, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_interval_of_training_steps_has_a_line(install: Install, caplog: Any) -> None:
     install(log_interval=2)
     trainer = Trainer(OPTIONS)
     with caplog.at_level(logging.INFO, logger="megagraph"):

@@ -283,9 +283,7 @@ def check(layer: Any, do: Do, undo: Do, is_seen_at_once: bool = True) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_another_state_and_taken_back_the_same_one(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_is_another_state_and_taken_back_the_same_one(what: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(TORCHS, "_global_is_full_backward_hook", None)  # which stays when a hook goes
     layer, without = Lower(), Lower()
     check(layer, *CHANGES[what])

@@ -87,9 +87,7 @@ def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: rig
     assert pair.report()["eager"] == before
 
 
-def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(
-    pair: rig.Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(pair: rig.Pair, caplog: Any) -> None:
     pair.step(rig.ONE, rig.TWO, times=3)
     held = pair.each(_broken_step)[1]
     pair.step(rig.ONE, rig.TWO, times=2)

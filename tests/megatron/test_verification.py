@@ -70,9 +70,7 @@ def test_a_layer_whose_graph_was_wrong_gets_none_again() -> None:
     assert pair.report()["replays"] == report["replays"] + 2 * 2
 
 
-def test_a_layer_whose_graph_is_wrong_on_another_rank_runs_eager_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_whose_graph_is_wrong_on_another_rank_runs_eager_here(monkeypatch: Any) -> None:
     failing, elsewhere = Verifier.failing, iter([[0, 1]])
 
     def of_ranks(*args: Any) -> Any:
@@ -200,9 +198,7 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_what_is_verified_again_waits_for_the_state_of_its_graphs(
-    monkeypatch: pytest.MonkeyPatch, every: int
-) -> None:
+def test_what_is_verified_again_waits_for_the_state_of_its_graphs(monkeypatch: Any, every: int) -> None:
     """Bug: graphs of a training were compared with layers that were in evaluation by then."""
     modes = []
 

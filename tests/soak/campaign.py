@@ -27,8 +27,6 @@ from .ranks import run_on_ranks
 from .scenarios import Scenario, draw, shrink
 from .twins import Outcome, run
 
-__all__ = ["Campaign"]
-
 OUT = Path(".ci/out/soak")  # what failed
 SHRINK_SECONDS = 60.0
 MOST_SHRUNK = 8  # of one campaign

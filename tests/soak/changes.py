@@ -19,11 +19,8 @@ from megagraph.bank.restore import Results
 from megagraph.bank.verify import Verification
 from megagraph.demo.trainer import Trainer
 
-__all__ = ["CHANGES", "OF_ALL_MODELS", "OF_FORWARDS", "VERIFICATIONS", "WRONG", "wrong_in_captures"]
-
 
 def last(trainer: Trainer) -> Any:
-    """Its last layer."""
     return trainer.chunk.decoder.layers[-1]
 
 

@@ -31,8 +31,6 @@ from .models import KINDS, UNIT, Holder, draw_plugin
 if TYPE_CHECKING:
     from .twins import Twins
 
-__all__ = ["EVENTS", "MISFIT", "Event"]
-
 Given = dict[str, Any]
 Draw = Callable[[Random], Given]
 Ranks = Sequence[int]
@@ -40,8 +38,6 @@ Ranks = Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One that may happen."""
-
     do: Callable[..., None]  # to the twins, with what was drawn
     draw: Draw = lambda rng: {}
     applies: Callable[["Twins"], bool] = lambda twins: True

@@ -24,8 +24,6 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 
-__all__ = ["KINDS", "LAYOUTS", "PLUGIN", "SHARES_PACKS", "UNIT", "Holder", "Kind", "draw_plugin", "plugin_of"]
-
 Scopes = tuple[str, ...]
 UNIT = 4  # rows that two ranks can share, whatever they share
 PARTS: tuple[Scopes, ...] = ((), ("attn",), ("mlp",), ("attn", "mlp"))
@@ -47,8 +45,6 @@ SHARES_PACKS = ("tp", "sp", "cp", "some")
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of model."""
-
     make: Callable[..., Trainer]  # takes `config`, further fields of Megatron's config
     scopes: tuple[Scopes, ...] = PARTS  # what may be named
     reasons: frozenset[str] = frozenset()  # of layers that are eager by nature

@@ -18,8 +18,6 @@ from .models import LAYOUTS
 from .scenarios import Scenario
 from .twins import AsGiven, EagerRaises, Outcome, Twins, run
 
-__all__ = ["run_on_ranks"]
-
 SECONDS = 90.0  # of one scenario, which takes ten, or sixty beside other work: one that hangs is to be found
 FIRST = (EagerRaises.__name__, AsGiven.__name__)  # of failures in one event
 LATE_SECONDS = 10.0  # that one rank may take longer

@@ -12,8 +12,6 @@ from typing import Any
 from .events import EVENTS
 from .models import KINDS, PLUGIN, SHARES_PACKS, draw_plugin
 
-__all__ = ["Scenario", "draw", "shrink"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
@@ -27,12 +25,10 @@ class Scenario:
     layout: str = ""  # how ranks share the model
 
     def as_json(self) -> str:
-        """Plain text, which `from_json()` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Scenario":
-        """Of such a text."""
         given = json.loads(text)
         given["scopes"] = tuple(given["scopes"])
         given["events"] = tuple((name, values) for name, values in given["events"])
@@ -40,7 +36,6 @@ class Scenario:
 
 
 def draw(seed: int, num_events: int, ranks: int = 1) -> Scenario:
-    """The scenario of a seed."""
     rng = Random(seed)
     kind = rng.choice([name for name, it in KINDS.items() if ranks == 1 or it.layouts])
     names = [name for name, it in EVENTS.items() if ranks == 1 or it.of_ranks]

@@ -30,8 +30,6 @@ from .events import EVENTS, MISFIT
 from .models import KINDS, LAYOUTS, SHARES_PACKS, UNIT, Kind, plugin_of
 from .scenarios import Scenario
 
-__all__ = ["Outcome", "Twins", "run"]
-
 PLUGIN = Path(megagraph.__file__).parent
 CALM_STEPS = 6  # in which graphs have to come back, once all is as it was
 CALM = [{"lengths": [9, 20]}, {"lengths": [3, 30, 8], "seed": 1}]
@@ -69,8 +67,6 @@ class Leak(AssertionError):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a scenario."""
-
     done: Counter[str] = field(default_factory=Counter)  # events, by name
     calls: int = 0
     replays: int = 0
@@ -141,7 +137,6 @@ class Twins:
             raise WrongFigures(f"expected graphs after {steps} steps, got {report}")
 
     def install(self, plugin: dict[str, Any]) -> None:
-        """The plugin, with these options."""
         self.held.clear()
         megagraph.uninstall()
         megagraph.install(plugin_of(self.scopes, plugin, self.layout))
@@ -159,7 +154,6 @@ class Twins:
             self.explain("GROUP_DISAGREED", *MISFIT)
 
     def add(self, name: str) -> None:
-        """Another pair."""
         kind = KINDS[name]
         self._kinds.append(kind)
         config = {"config": LAYOUTS[self.layout]} if self.layout else {}
@@ -273,7 +267,6 @@ class Twins:
         self.undos.append((ranks, lambda: [undo() for undo in reversed(undos)] and None))
 
     def take_back(self) -> None:
-        """The last change."""
         self.undos.pop()[1]()
 
     def may_be_alone(self, ranks: Sequence[int]) -> bool:
