@@ -11,8 +11,6 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / ".ci"
 
-__all__ = ["FOLDER", "load", "load_runner"]
-
 
 def load(name: str) -> ModuleType:
     """A fresh module of that script, which has not run; it leaves no bytecode beside it."""

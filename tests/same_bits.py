@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BitsDiffer", "assert_same_bits"]
-
 MOST_DIFFERENCES = 8  # that a message names
 
 
