@@ -78,7 +78,8 @@ class Plugin:
         self.leave_report: Callable[[], None] = lambda: None  # called once an interval of the log
         self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
         self._has_pipeline = False
-        self._num_named: Counter[str] = Counter()  # models of each class so far
+        self.name_of: Callable[[Any], str | None] = lambda model: None  # see `install(name=...)`
+        self._num_named: Counter[str] = Counter()  # models of each name so far
         self.gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._retired_leases: dict[str, list[Lease]] = {}
@@ -140,8 +141,8 @@ class Plugin:
         self._finalizers = [it for it in self._finalizers if it.alive] + [finalizer]
 
     def _name(self, model: nn.Module) -> str:
-        """Its class and place in a pipeline; for further such models with a number, as they first run."""
-        kind, place = type(model).__name__, place_of(model)
+        """As the user calls it, or its class; its place in a pipeline; a number for further such models."""
+        kind, place = self.name_of(model) or type(model).__name__, place_of(model)
         kind = f"{kind} ({place})" if place else kind
         self._num_named[kind] += 1
         return kind if self._num_named[kind] == 1 else f"{kind} #{self._num_named[kind]}"

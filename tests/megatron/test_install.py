@@ -121,6 +121,25 @@ def test_a_second_install_changes_nothing_and_is_refused_if_it_asks_for_somethin
     assert rig.the_plugin().config.mode == "eager"
 
 
+def test_log_and_report_call_models_as_the_user_does(caplog: pytest.LogCaptureFixture) -> None:
+    """Actor and reference were both "GPTModel" (the later one with a number), whichever ran first."""
+    with pytest.raises(TypeError, match=r"^install\(\): name: expected text or a function .*, got 7$"):
+        megagraph.install(rig.graph_config(), name=7)  # type: ignore[arg-type]
+    caplog.set_level("INFO")
+    actor, reference, critic, other, same = (Trainer(rig.OPTIONS) for _ in range(5))
+    own = {id(actor.chunk): "actor", id(reference.chunk): "reference"}
+    megagraph.install(rig.graph_config(), name=lambda model: own.get(id(model)))
+    for trainer in (reference, actor, critic):
+        rig.step(trainer, [rig.ONE], times=2)
+    megagraph.install()  # another name of none
+    megagraph.install(name="draft")  # as a script under `megagraph run` may
+    for trainer in (other, same):
+        rig.step(trainer, [rig.ONE])
+    names = ["reference", "actor", "GPTModel", "draft", "draft #2"]
+    assert [report["model"] for report in megagraph.reports()] == names
+    assert "actor: captured" in caplog.text
+
+
 def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -120,28 +120,38 @@ def _write_report(plugin: Plugin, first: Path | None, *, is_over: bool = True) -
             sys.stderr.write(report_text(reports, **more))
 
 
-def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
+def install(
+    config: GraphConfig | str | os.PathLike[str] | None = None,
+    *,
+    name: str | Callable[[Any], str | None] | None = None,
+) -> None:
     """Makes Megatron's packed training replay graphs.
 
     Call it before the first step; models may exist already. Nothing is captured here. A second call that asks
-    for what is installed does nothing.
+    for what is installed does nothing, but for a `name` of models that have not run yet.
 
     Args:
         config: the options, or the path of a TOML file with them, over which MEGAGRAPH_* variables go; by
             default the variables alone.
+        name: what log and report call a model, or a function that says so of each one when it first runs;
+            by default (or if that returns None) its class. Of several with one name the later ones get a
+            number.
 
     Raises:
-        TypeError: if `config` is anything else.
+        TypeError: if `config` or `name` is anything else.
         ValueError: if an option is not what it should be, or its report cannot be written.
         RuntimeError: if the plugin is installed already with other options, megatron-core is absent or does
             not fit, or the machine has a GPU and this build no CUDA part.
     """
     global _plugin
+    name_of = _naming(name)
     version = seams.check_core()  # may be the first to import it, for which megagraph/auto.py waits
     installed = None if _plugin is None else _plugin.config
     config = _as_config(config, installed)
     if installed is not None:
         if config == installed:
+            if name_of is not None and _plugin is not None:
+                _plugin.name_of = name_of
             return
         raise RuntimeError(
             f"megagraph is installed already, with other options ({_difference(installed, config)}): "
@@ -162,6 +172,8 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
         report = report.absolute()  # as seen from the folder of now
     _undo.callback(_write_report, plugin, report)
     plugin.leave_report = functools.partial(_write_report, plugin, report, is_over=False)
+    if name_of is not None:
+        plugin.name_of = name_of
     _wrap_all(plugin)
     _plugin = plugin
     log.info("installed in megatron-core %s, mode %s", version, config.mode)
@@ -186,6 +198,14 @@ def _as_config(given: object, installed: GraphConfig | None) -> GraphConfig:
         "install(): expected megagraph.GraphConfig(...), the path of a TOML file, or nothing, "
         f"got {type(given).__name__} {given!r}"
     )
+
+
+def _naming(name: object) -> Callable[[Any], str | None] | None:
+    if isinstance(name, str) and name:
+        return lambda model: name
+    if name is None or callable(name):
+        return name
+    raise TypeError(f"install(): name: expected text or a function of a model, got {name!r}")
 
 
 def uninstall() -> None:
