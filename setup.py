@@ -112,6 +112,8 @@ SOURCES = [
     *(f"csrc/python/{name}.cpp" for name in PYTHON),
 ]
 CUDA_SOURCES = [
+    # Without ATen's headers, which are most of nvcc's time. torch's build names objects by the stem of their
+    # source, so that a kernel's differs from that of the .cpp beside it.
     *(f"csrc/ops/{name}_kernel.cu" for name in OPS_WITH_KERNELS),
     "csrc/bank/staging/staging_kernel.cu",
     "csrc/ops/document_grids.cpp",

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import platform
+import re
 import stat
 import sys
 import tempfile
@@ -157,13 +158,35 @@ def versions() -> dict[str, str | None]:
     return found | {"megagraph": megagraph.__version__, "torch": str(torch.__version__)}
 
 
-def scalars(report: ModelReport) -> dict[str, float]:
-    """The report's numbers by name, as TensorBoard's and W&B's writers take them."""
-    values = {name: report[name] for name in ("calls", "replays", "capture_seconds", "padding_share")}
-    values |= {f"eager/{reason}": count for reason, count in report["eager"].items()}
-    for size, counts in report.get("cp_sizes", {}).items():
-        values |= {f"cp_{size}/{what}": count for what, count in counts.items()}
-    return {f"megagraph/{name}": float(value) for name, value in values.items() if value is not None}
+def scalars(reports: Sequence[ModelReport], since: Sequence[ModelReport] = ()) -> dict[str, float]:
+    """Numbers by name, as the writers of TensorBoard and W&B take them: what models did since other reports.
+
+    A name is `megagraph/MODEL/WHAT`. Shares are of the interval too, and left out if nothing ran in it.
+    """
+    before = {report["model"]: _counts(report) for report in since}
+    found: dict[str, float] = {}
+    for report in reports:
+        counts, old = _counts(report), before.get(report["model"], {})
+        values = {what: count - old.get(what, 0) for what, count in counts.items()}
+        if values["calls"]:
+            values["replay_share"] = values["replays"] / values["calls"]
+        if values["replayed_rows"]:
+            values["padding_share"] = values["padding_rows"] / values["replayed_rows"]
+        model = re.sub(r"[^\w.-]+", "_", report["model"]).strip(
+            "_"
+        )  # no writer replaces it in a way of its own
+        found |= {f"megagraph/{model}/{what}": float(value) for what, value in values.items()}
+    return found
+
+
+def _counts(report: ModelReport) -> dict[str, float]:
+    """All that grows while a model runs."""
+    counts = {what: report[what] for what in ("calls", "replays", "capture_seconds", "replayed_rows")}
+    counts["padding_rows"] = round(report["replayed_rows"] * (report["padding_share"] or 0.0))
+    counts |= {f"eager/{reason}": count for reason, count in report["eager"].items()}
+    for size, of_size in report.get("cp_sizes", {}).items():
+        counts |= {f"cp_{size}/{what}": count for what, count in of_size.items()}
+    return counts
 
 
 def report_text(reports: Sequence[ModelReport], **more: Any) -> str:

@@ -45,11 +45,12 @@ MODEL: dict[str, Any] = {
         {"tokens": 512, "num_seqs": 32, "max_seqlen": 512},
     ],
     "capture_seconds": 1.256,
+    "replayed_rows": 40_000,
     "padding_share": 0.125,
     "failures": [],
 }
 IDLE = MODEL | {"model": "Idle", "calls": 0, "replays": 0, "eager": {}, "capacities": []}
-IDLE |= {"capture_seconds": 0.0, "padding_share": None}
+IDLE |= {"capture_seconds": 0.0, "replayed_rows": 0, "padding_share": None}
 
 
 def shown(reports: Sequence[dict[str, Any]]) -> str:
@@ -115,7 +116,8 @@ def test_a_model_that_was_never_called_has_counts_of_0_and_no_shares() -> None:
     assert (rows["layer calls"], rows["replayed"]) == (["0"], ["0"])
     assert (rows["padding share of replays"], rows["capacities"]) == (["-"], ["-"])
     assert not [label for label in rows if label.startswith("eager")]
-    assert set(scalars(IDLE)) == {"megagraph/calls", "megagraph/replays", "megagraph/capture_seconds"}
+    assert set(scalars([IDLE]).values()) == {0.0}
+    assert not [name for name in scalars([IDLE]) if "share" in name]
     assert cells([])["layer calls"] == []
 
 
@@ -136,18 +138,38 @@ def test_capacities_and_micro_batches_are_told_apart_by_the_ranks_that_share_the
     text = shown([shared])
     assert "512 tokens, 8 documents, 1 ranks" in text and "512 tokens, 8 documents, 2 ranks" in text
     assert "1: 1,030 replayed" in text and "2: 1 WARMING_UP, 12 replayed" in text
-    assert scalars(shared)["megagraph/cp_2/replayed"] == 12.0
+    assert scalars([shared])["megagraph/GPTModel/cp_2/replayed"] == 12.0
 
 
 # -- scalars -------------------------------------------------------------------------------------
 
 
-def test_scalars_are_plain_numbers_by_name() -> None:
-    values = scalars(MODEL)
-    plain = {"calls": 12_000, "replays": 9_000, "capture_seconds": 1.256, "padding_share": 0.125}
+def test_scalars_are_plain_numbers_by_model_and_name_since_an_earlier_report() -> None:
+    """Bug: models shared their names, so that the last one's numbers stood for all; all were totals."""
+    plain = {"calls": 12_000, "replays": 9_000, "capture_seconds": 1.256, "replayed_rows": 40_000}
+    plain |= {"padding_rows": 5_000, "replay_share": 0.75, "padding_share": 0.125}
     plain |= {f"eager/{reason}": count for reason, count in MODEL["eager"].items()}
-    assert values == {f"megagraph/{name}": value for name, value in plain.items()}
-    assert {type(value) for value in values.values()} == {float}
+    first = scalars([MODEL])
+    assert first == {f"megagraph/GPTModel/{name}": value for name, value in plain.items()}
+    assert {type(value) for value in first.values()} == {float}
+    later = MODEL | {
+        "calls": 12_100,
+        "replays": 9_090,
+        "replayed_rows": 40_200,
+        "padding_share": 5_150 / 40_200,
+    }
+    later |= {"eager": MODEL["eager"] | {"NESTING": 10}}
+    stage = MODEL | {"model": "GPTModel (stage 1, chunk 0) #2"}
+    values = scalars([later, stage], since=[MODEL])
+    second = dict(
+        zip(plain, [100.0, 90.0, 0.0, 200.0, 150.0, 0.9, 0.75, 0.0, 0.0], strict=True),
+        **{"eager/NESTING": 10.0},
+    )
+    assert second == {
+        name.removeprefix("megagraph/GPTModel/"): it for name, it in values.items() if "stage" not in name
+    }
+    assert values["megagraph/GPTModel_stage_1_chunk_0_2/calls"] == 12_000.0
+    assert len(values) == len(second) + len(plain)
 
 
 # -- writing -------------------------------------------------------------------------------------

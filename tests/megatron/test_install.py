@@ -2,6 +2,7 @@
 """Installing and uninstalling: what is patched, what is put back, what is refused."""
 
 import gc
+import importlib.util
 import inspect
 import json
 import os
@@ -19,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
+from test_docs import FENCE, ROOT, named, read
 
 import megagraph
 from megagraph import _C
@@ -29,6 +31,8 @@ from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.report import read_report
 
 pytestmark = pytest.mark.both
+
+CONFIGURATION = ROOT / "docs" / "configuration.md"
 
 ROPE = (seams.ATTENTION_ROPE, seams.MLA_ROPE)
 OF_GPT = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE)
@@ -231,6 +235,39 @@ def test_a_report_is_left_once_an_interval_and_by_name_of_its_process(tmp_path: 
             assert model["replays"] == expected * rig.LAYERS
     megagraph.uninstall()
     assert read_report(path)[0]["replays"] == 3 * rig.LAYERS
+
+
+def test_the_example_for_tensorboard_writes_what_each_model_did_in_the_interval(tmp_path: Path) -> None:
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written[step, name.removeprefix("megagraph/")] = value
+
+    written: dict[tuple[int, str], float] = {}
+    (code,) = (code for language, code in FENCE.findall(read(CONFIGURATION)) if language == "python")
+    example: dict[str, Any] = {}
+    exec(compile(code, named(CONFIGURATION), "exec"), example)
+    actor, reference = Trainer(rig.OPTIONS), Trainer(rig.OPTIONS)
+    megagraph.install(rig.graph_config(), name=lambda model: "actor" if model is actor.chunk else None)
+    seen: Any = ()
+    for step, times in enumerate((2, 3)):
+        rig.step(actor, [rig.ONE, rig.TWO], times=times)
+        rig.step(reference, [rig.ONE])
+        seen = example["write_scalars"](Writer(), step, seen)
+    replays = 2 * rig.LAYERS  # a step's
+    assert (written[0, "actor/eager/WARMING_UP"], written[0, "actor/replays"]) == (replays, replays)
+    assert (written[1, "actor/eager/WARMING_UP"], written[1, "actor/replays"]) == (0, 3 * replays)
+    assert (written[0, "actor/replay_share"], written[1, "actor/replay_share"]) == (0.5, 1.0)
+    rows = rig.CAPACITY.tokens
+    valid = sum(rig.ONE.lengths) + sum(rig.TWO.lengths)
+    assert written[1, "actor/padding_rows"] == 3 * (2 * rows - valid)
+    assert written[1, "actor/padding_share"] == 1 - valid / (2 * rows)
+    assert (written[0, "GPTModel/replays"], written[1, "GPTModel/replays"]) == (0, rig.LAYERS)
+    if importlib.util.find_spec("tensorboard") is not None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(tmp_path) as writer:
+            example["write_scalars"](writer, 0)
+        assert list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("target", [".", "file/report.json", "file"])

@@ -414,6 +414,7 @@ class GraphedModel:
             "capacities": self.dispatcher.report(),
             "most_needed": None if needed is None else needed.as_dict(),
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
+            "replayed_rows": replayed,
             "padding_share": 1 - valid / replayed if replayed else None,
             "cuda_graph_modules": [*self._layers.scopes],
             "layers": self._layers.num_sites,
