@@ -77,8 +77,12 @@ def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
 def _run(options: argparse.Namespace, config: GraphConfig) -> int:
     log_to_stderr()
     megagraph.install(config)
+    ended_by = ""
     try:
         run_script(options)
+    except BaseException as error:
+        ended_by = "" if isinstance(error, SystemExit) else type(error).__name__
+        raise
     finally:
         plugin, reports = installed_plugin(), megagraph.reports()
         if reports and rank() == 0:
@@ -87,6 +91,8 @@ def _run(options: argparse.Namespace, config: GraphConfig) -> int:
         if rank() == 0:
             why = "mode is off" if config.mode == "off" else "the script has called uninstall()"
             said = verdict(reports) if plugin is not None else f"nothing is known: {why}"
+            if ended_by and plugin is not None and not reports:
+                said = f"nothing replayed: {ended_by} ended the script before a model ran"
             times = "" if plugin is None else saved(plugin.clock.report())
             for line in filter(None, (times, said)):
                 Screen(stderr=True).print(f"megagraph: {line}", markup=False, highlight=False, soft_wrap=True)

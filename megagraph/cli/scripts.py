@@ -22,6 +22,7 @@ import torch
 import megagraph
 from megagraph.cli.options import add_config_options
 from megagraph.config import GraphConfig
+from megagraph.log import log
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.plugin import Plugin
@@ -82,6 +83,10 @@ def run_script(options: argparse.Namespace) -> None:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(name, run_name="__main__")
+    except Exception:
+        if not torch.cuda.is_available() and not options.cpu:
+            log.warning("the script has failed on a machine without a GPU: if it asks for one, add --cpu")
+        raise
     finally:
         sys.argv, sys.path[:] = outer
 

@@ -123,6 +123,8 @@ GraphConfig(cuda_graph_scope="mlp", cuda_graph_modules="mlp") -> cuda_graph_modu
 GraphConfig(cuda_graph_slots=10**6) -> cuda_graph_slots: expected at most 64, got 1000000
 GraphConfig.from_toml("bytes") -> bytes: expected TOML,
 install({{"mode": "eager"}}) -> install(): expected megagraph.GraphConfig(...), the path of a TOML
+install(name=7) -> install(): name: expected text or a function of a model, got 7
+install(name="") -> install(): name: expected text or a function of a model, got ''
 install(GraphConfig(report="folder")) -> report: expected a file, folder is a folder
 install("text.txt") -> text.txt: expected TOML,
 Capacity(tokens=64, num_seqs=0, max_seqlen=64) -> a capacity's num_seqs must be an integer of at least 1

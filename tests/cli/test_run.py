@@ -149,14 +149,25 @@ ENDS += [SystemExit(0), SystemExit(7), SystemExit("a sentence")]
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("end", ENDS, ids=repr)
-def test_how_the_script_ends_comes_through_with_the_report_written(files: Files, end: BaseException) -> None:
-    """A ValueError of the user's code was taken for bad input: one line was left, and exit code 2."""
+def test_how_the_script_ends_comes_through_with_the_report_written(
+    files: Files, capsys: CaptureFixture[str], caplog: LogCaptureFixture, end: BaseException
+) -> None:
+    """A ValueError of the user's code was taken for bad input: one line was left, and exit code 2.
+
+    Of a script that failed for want of a GPU it was said that no model ran, and nothing of --cpu.
+    """
     report = files.folder / "reports" / "report.json"
     with pytest.raises(type(end)) as raised:
         run("--config", files.toml(report=report), files.script(f"raise {end!r}"))
     assert type(raised.value) is type(end) and raised.value.args == end.args
     assert read_report(report) == []
     assert installed_plugin() is None
+    verdict = capsys.readouterr().err.splitlines()[-1]
+    failed = not isinstance(end, SystemExit)
+    why = f"{type(end).__name__} ended the script before a model ran" if failed else "no GPTModel"
+    assert verdict.startswith(f"megagraph: nothing replayed: {why}")
+    asks = isinstance(end, Exception) and not torch.cuda.is_available()
+    assert ("if it asks for one, add --cpu" in caplog.text) == asks
 
 
 # -- a training ----------------------------------------------------------------------------------
@@ -229,5 +240,6 @@ def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
     (record,) = (record for record in caplog.records if record.levelname == "ERROR")
     assert f"the report could not be written to {report}" in record.getMessage()
     written, _, said = capsys.readouterr().err.partition("megagraph: nothing replayed: ")
-    assert json.loads(written)["models"] == [] and said.startswith("no GPTModel")
+    expected = "no GPTModel" if end == "pass" else "RuntimeError ended the script before a model ran"
+    assert json.loads(written)["models"] == [] and said.startswith(expected)
     assert installed_plugin() is None
