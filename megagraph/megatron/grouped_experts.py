@@ -11,7 +11,7 @@ places and back by gathers, whose sums have one order; atomic additions would di
 
 import functools
 import types
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -53,9 +53,6 @@ def _check(config: Any) -> None:
     if config.bias_activation_fusion and not is_fused_gate:
         what = "expected bias_activation_fusion False where the activation is neither SwiGLU nor quick GEGLU"
         raise ValueError(f"grouped experts: {what}")
-    modules = getattr(config, "recompute_modules", None) or ()
-    if config.recompute_granularity == "selective" and "moe_act" in modules:
-        raise ValueError("grouped experts: expected recompute_modules without 'moe_act'")
     if config.params_dtype is torch.bfloat16:
         for option in ("hidden_size", "moe_ffn_hidden_size"):
             if (value := getattr(config, option)) % 8:
@@ -78,20 +75,19 @@ class SortingDispatcher:
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rows [..., H] and probabilities [T, experts] to [T * topk, H] and [T * topk], sorted by expert."""
+        """Rows [..., H] to [T, H], which experts sort; probabilities [T, experts] to [T * topk], sorted."""
         self._shape = hidden_states.shape
         self._rows = SortedRows.of(routing_map, self._topk)
-        hidden_states = hidden_states.reshape(-1, hidden_states.size(-1))
-        return self._rows.permute(hidden_states), self._rows.permute_probs(probs)
+        return hidden_states.reshape(-1, hidden_states.size(-1)), self._rows.permute_probs(probs)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Nothing, and so in the two steps behind the experts: all of these are here."""
         return hidden_states, probs
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What experts take: rows, where those of each end (and not how many there are), probabilities."""
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, SortedRows, Tensor]:
+        """What experts take: rows, where those of each lie (and not how many there are), probabilities."""
         assert self._rows is not None
-        return hidden_states, self._rows.offsets, probs
+        return hidden_states, self._rows, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -152,6 +148,7 @@ def grouped_experts() -> type[Any]:
 
         Weights of all experts are one parameter for each projection, [experts, out, in]: one by one they
         would have to be copied together in each call. Seeds give the weights that they give `SequentialMLP`.
+        With `moe_act` in `recompute_modules` both products' inputs are made again in the backward.
         Takes what Megatron's modules of experts take, and raises `ValueError` for an option of the config
         that is not served; on a GPU it needs `params_dtype=torch.bfloat16`.
         """
@@ -167,6 +164,8 @@ def grouped_experts() -> type[Any]:
             _check(config)
             super().__init__(config=config)
             self.num_local_experts = num_local_experts
+            modules = getattr(config, "recompute_modules", None) or ()
+            self._recomputes = config.recompute_granularity == "selective" and "moe_act" in modules
             # Not the group itself: what a module holds counts as used in its forward.
             of_copies = getattr(pg_collection, "expt_dp", None)
             self._copy = 0 if of_copies is None else of_copies.rank()
@@ -204,23 +203,38 @@ def grouped_experts() -> type[Any]:
                             init(weight)
 
         def forward(
-            self, permuted_local_hidden_states: Tensor, offsets: Tensor, permuted_probs: Tensor
+            self, hidden_states: Tensor, rows: SortedRows, permuted_probs: Tensor
         ) -> tuple[Tensor, None]:
-            """Runs each row through its expert: [R, H] and [R], sorted by expert.
+            """Runs rows [T, H] through their experts, to [T * topk, H] sorted by expert.
 
-            `offsets` are int32 [experts], where the rows of each end. Rows past the last one hold anything.
+            Probabilities [T * topk] are sorted, too. Past the last offset results hold anything.
             """
-            hidden, weights = permuted_local_hidden_states, permuted_probs
-            if self.config.moe_apply_probs_on_input:
-                hidden = (weights.unsqueeze(-1) * hidden).to(hidden.dtype)
-                weights = torch.ones_like(weights)
+            config, given, weights = self.config, [hidden_states], permuted_probs
+            if config.moe_apply_probs_on_input:
+                given, weights = [hidden_states, weights], torch.ones_like(weights)
+
+            def sort(hidden: Tensor, weights: Tensor | None = None) -> Tensor:
+                hidden = rows.permute(hidden)
+                return hidden if weights is None else (weights.unsqueeze(-1) * hidden).to(hidden.dtype)
+
             # Between the projections happens what happens there in Megatron's.
-            steps: Any = types.SimpleNamespace(
-                config=self.config, activation_func=self.config.activation_func
-            )
+            steps: Any = types.SimpleNamespace(config=config, activation_func=config.activation_func)
             steps.linear_fc1 = steps.linear_fc2 = _THROUGH
-            inner, _bias = MLP.forward(steps, self.linear_fc1(hidden, offsets), weights)
-            return self.linear_fc2(inner, offsets), None
+
+            def activate(inner: Tensor, weights: Tensor) -> Tensor:
+                out: Tensor = MLP.forward(steps, inner, weights)[0]
+                return out
+
+            inner = self._multiply(self.linear_fc1, rows.offsets, sort, *given)
+            return self._multiply(self.linear_fc2, rows.offsets, activate, inner, weights), None
+
+        def _multiply(
+            self, linear: GroupedLinear, offsets: Tensor, make: Callable[..., Tensor], *given: Tensor
+        ) -> Tensor:
+            if self._recomputes:
+                return linear.of_made(offsets, make, *given)
+            out: Tensor = linear(make(*given), offsets)
+            return out
 
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -3,6 +3,10 @@
 
 Nothing here reads a count on the host: buffers hold rows x top-k rows whatever the routing is, offsets say
 where each expert's end, and what lies past the last one is never read. Does not choose experts.
+
+Note [Made again]
+A product keeps its input for the backward: top-k copies of all rows, sorted, or what an activation made of
+some. Both are made of what others keep anyway. So the backward can make them again, bit for bit.
 """
 
 from collections.abc import Callable
@@ -13,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["GroupedLinear", "SortedRows", "linear_map"]
 
@@ -159,6 +164,27 @@ class GroupedLinear(nn.Module):
         if x.is_cuda and x.dtype is not torch.bfloat16:
             raise ValueError(f"GroupedLinear: expected bfloat16 on a GPU, got {x.dtype}")
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+
+    def of_made(self, offsets: Tensor, make: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """Multiplies `make(*given)`, which the backward makes again: Note [Made again].
+
+        Under autocast, which no backward runs under, it is kept.
+        """
+        x, kept = make(*given), [tensor.detach() for tensor in given]
+        place, is_kept = (x.data_ptr(), x.shape), torch.is_autocast_enabled(x.device.type)
+
+        def keep(saved: Tensor) -> Tensor | None:
+            return saved if is_kept or (saved.data_ptr(), saved.shape) != place else None
+
+        def kept_or_made(saved: Tensor | None) -> Tensor:
+            if saved is not None:
+                return saved
+            with torch.no_grad():
+                return make(*kept)
+
+        with saved_tensors_hooks(keep, kept_or_made):
+            out: Tensor = self(x, offsets)
+        return out
 
     def extra_repr(self) -> str:
         experts, out_features, in_features = self.weight.shape

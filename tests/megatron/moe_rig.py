@@ -104,6 +104,7 @@ GROUPED: dict[str, Config] = {
     **{name: CASES[name] for name in ("gated shared experts, allgather", "global loss, per token", "jitter")},
     BIASED: BIAS,
     "recomputed": recompute("moe"),
+    "inputs recomputed": recompute("moe_act", moe_grouped_gemm=True, **_SWIGLU),
     "gradients of their own": {"gradient_accumulation_fusion": False, "moe_router_dtype": "fp32"},
     "fused swiglu": {**_SWIGLU, "bias_activation_fusion": True},  # compiled: minutes on the CPU
 }

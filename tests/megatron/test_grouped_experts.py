@@ -11,13 +11,16 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron_rig import Install, compare_runs, refused, report_of, schedule, step, steps_of
-from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer
+from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer, recompute
+from same_bits import assert_same_bits
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
+from megagraph.modules import GroupedLinear
 
 pytestmark = [
     pytest.mark.usefixtures("experts"),
@@ -98,7 +101,9 @@ def assert_agree(ours: Any, theirs: Any, rows: Tensor) -> None:
 
 # Of the gate above, and of the linear part on both sides, of which two thirds lie outside.
 CLAMPED = {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.25, "init_method_std": 0.2}
-AGREEING = {name: case for name, case in GROUPED.items() if name not in ("jitter", "recomputed")}
+AGREEING = {
+    name: case for name, case in GROUPED.items() if name not in ("jitter", "recomputed", "inputs recomputed")
+}
 AGREEING["clamp"] = {**SWIGLU, **CLAMPED}
 
 
@@ -175,6 +180,31 @@ def test_a_dispatcher_holds_nothing_outside_of_a_call() -> None:
     assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
     mixture(_rows(12))
     assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
+
+
+RECOMPUTED = recompute("moe_act", moe_grouped_gemm=True)
+
+
+@pytest.mark.parametrize("case", ["top 2", "swiglu", "on the input", "shared experts"])
+def test_inputs_of_products_are_made_again_with_the_same_bits(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, inputs = GroupedLinear.forward, list[StorageWeakRef]()
+
+    def note(linear: GroupedLinear, x: Tensor, offsets: Tensor) -> Tensor:
+        inputs.append(StorageWeakRef(x.untyped_storage()))
+        return forward(linear, x, offsets)
+
+    monkeypatch.setattr(GroupedLinear, "forward", note)
+    found: list[Any] = []
+    for changes, is_kept in (({}, True), (RECOMPUTED, False)):
+        inputs.clear()
+        layer = ExpertTrainer("E", is_grouped=True, **GROUPED[case], **changes).chunk.decoder.layers[0].mlp
+        out, _bias = layer(_rows(40))
+        assert [not it.expired() for it in inputs] == [is_kept] * 2
+        del out
+        found.append(run_mixture(layer, _rows(40)))
+    assert_same_bits(*found)
 
 
 # -- weights ---------------------------------------------------------------------------------------

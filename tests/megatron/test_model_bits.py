@@ -152,7 +152,7 @@ for way, with_masks, others in (
         ("top 2", BIASED),
         (
             *("top 1", "swiglu", "fused swiglu", "gated shared experts, allgather", "recomputed"),
-            *("jitter", "global loss, per token", "gradients of their own"),
+            *("jitter", "global loss, per token", "gradients of their own", "inputs recomputed"),
         ),
     ),
 ):

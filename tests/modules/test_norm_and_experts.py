@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm for Megatron's specs, with torch's bits; grouped products, beside each expert on all rows."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +176,27 @@ def test_products_under_autocast_are_those_of_linear_layers() -> None:
     torch.testing.assert_close(out, torch.stack(expected))
     out.backward(torch.ones_like(out))
     assert made.weight.grad is not None and made.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_product_makes_its_input_again_unless_autocast_would_make_another(
+    dtype: torch.dtype | None,
+) -> None:
+    made, offsets = linear(FEATURES, INNER), torch.arange(1, EXPERTS + 1, dtype=torch.int32)
+    x, calls = torch.randn(EXPERTS, FEATURES, requires_grad=True), list[Tensor]()
+
+    def doubled(x: Tensor) -> Tensor:
+        calls.append(x)
+        return F.linear(x, 2 * torch.eye(FEATURES))
+
+    def grads(run: Callable[[], Tensor]) -> Any:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            out = run()
+        return torch.autograd.grad(out, (x, made.weight), torch.ones_like(out))
+
+    again = grads(lambda: made.of_made(offsets, doubled, x))
+    assert len(calls) == (2 if dtype is None else 1)
+    assert_same_bits(again, grads(lambda: made(doubled(x), offsets)))
 
 
 def test_what_lies_past_the_rows_of_experts_reaches_nothing() -> None:
