@@ -18,7 +18,10 @@ from benchmarks.measuring.results import RESULTS, Measurement, read_result, show
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "capture", "memory", "step")
 # These take longer.
-FURTHER = "gain", "training", "bits", "scopes", "experts", "pipeline", "ep_overlap", "delayed_weights", "soak"
+FURTHER = (
+    *("gain", "training", "bits", "scopes", "experts", "paged_stash", "pipeline", "ep_overlap"),
+    *("delayed_weights", "soak"),
+)
 NAMES = DEFAULT + FURTHER
 
 

@@ -65,10 +65,13 @@ OVERLAP = dict.fromkeys(("walls", "host_us"), [TIMES] * 4) | {"launches": [9.0] 
 OVERLAP |= {"products": [60] * 4, "memory": dict.fromkeys(overlap.MEMORY, MIB)}
 _NODES = itertools.product(("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine"), overlap.PASSES)
 OVERLAP |= {"nodes": {" ".join(names): (0.0, 9.0) for names in _NODES}}
+POOLS: dict[str, Any] = {"pool": 3 * MIB, "routed": MIB}
+POOLS |= {fill: {"alone": TIMES, "beside": TIMES} for fill in BENCHMARKS["paged_stash"].FILLS}
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
     **dict.fromkeys(("ep_overlap", "delayed_weights"), OVERLAP),
     "gain": dict.fromkeys(map(str, BENCHMARKS["gain"].TOKENS), STEPS),
+    "paged_stash": dict.fromkeys(BENCHMARKS["paged_stash"].WAYS, POOLS),
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
     "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }
@@ -77,6 +80,7 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
     ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
     ("replay", "last"): LAST,
+    ("paged_stash", "upstream"): {"HybridEP": REFUSED["error"], "NCCL-EP": ""},
     ("capture", "own"): dict.fromkeys(
         map(str, BENCHMARKS["capture"].HIDDEN), dict.fromkeys(BENCHMARKS["capture"].CAPACITIES, CAPTURE)
     ),

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a paged stash of grouped experts could save at most, and what copies alone would cost it.
+
+It would keep what backwards read of routed rows in pages, for the rows that came, and nothing in the pools of
+slots. Each such byte would be copied there and back. Here as many are copied, in one piece, beside the step
+and waiting for nothing of it: no pages, counts or order, nor a layer's buffers, to which a stash is unpacked.
+So both figures are kinder than such a stash. Beside it stand products whose inputs are made again, and a
+capacity of half a pack; then what upstream's stash asks for and finds.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+from torch.autograd.graph import saved_tensors_hooks
+
+import megagraph
+from benchmarks.measuring.children import Answer, Parts, caught, measure_part
+from benchmarks.measuring.clocks import MIB, Call, copy_of, in_turns
+from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
+from benchmarks.subjects.hosts import check_replays, install_for, recorded
+from benchmarks.subjects.packs import MICRO_BATCHES, a_pack, model_options
+from benchmarks.subjects.steps import StepTrainer, batch_of, without_collection
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
+
+FULL, HALF = 8192, 4096  # tokens of packs; routed rows of both fill pages
+EXPERTS, TOPK, LAYERS, SLOTS = 64, 8, 4, (1, 4)
+MODEL = model_options(1024, layers=LAYERS, tokens=FULL)
+CONFIG: dict[str, Any] = {
+    **{"num_moe_experts": EXPERTS, "moe_router_topk": TOPK, "moe_ffn_hidden_size": 512},
+    **{"moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32", "add_bias_linear": False},
+    **{"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True},
+}
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
+WARM_UP, ROUNDS = 4, 10
+BYTES_BAR, TIME_BAR = 0.75, 1.03  # of what there is, with half-full packs
+FILLS = {"half-full packs": HALF, "full packs": FULL}
+# By name, capacity and further config.
+KEPT, AGAIN, SMALL = "all kept", "inputs of products made again", f"a capacity of {HALF}"
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {KEPT: (FULL, {}), AGAIN: (FULL, RECOMPUTE), SMALL: (HALF, {})}
+ALONE, BESIDE = "alone", "beside"
+
+
+def _routed_bytes(trainer: StepTrainer, batch: dict[str, Any]) -> int:
+    """What all layers of an eager micro-batch keep of routed rows; the pack is padded."""
+    found: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        if saved.dim() == 0 or saved.size(0) != FULL * TOPK:
+            return saved
+        found[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved.detach()
+
+    with saved_tensors_hooks(keep, lambda kept: kept):
+        trainer.wall_ms([batch], graphs=False)
+    return sum(found.values())
+
+
+def _measure_way(way: str, slots: int) -> Answer:
+    """Bytes of the `pool`, and a slot's of `routed` rows; by fill walls in ms, `ALONE` or `BESIDE` copies."""
+    (tokens, further), before = WAYS[way], list[Call]()
+
+    def wrap(schedule: Callable[..., Any]) -> Callable[..., Any]:
+        def step(**arguments: Any) -> Any:
+            with torch.cuda.stream(stream):
+                for call in before * MICRO_BATCHES:
+                    call()
+            return schedule(**arguments)
+
+        return step
+
+    torch.compiler.reset()  # which else would make kernels for any number of rows
+    stream = torch.cuda.Stream()
+    install_for(tokens, 8, cuda_graph_slots=slots, cuda_graph_warmup_steps=2)
+    spec = with_grouped_experts(get_gpt_layer_varlen_spec(num_experts=EXPERTS, moe_grouped_gemm=False))
+    trainer = StepTrainer(MODEL, beside=True, wrap=wrap, spec=spec, **CONFIG, **further)
+    packs = {fill: a_pack(rows) for fill, rows in FILLS.items() if rows <= tokens}
+    steps = {fill: [batch_of(pack, trainer.device)] * MICRO_BATCHES for fill, pack in packs.items()}
+    for batches in [*steps.values()] * WARM_UP:
+        trainer.wall_ms(batches, graphs=True)
+    routed, report = _routed_bytes(trainer, batches[0]), megagraph.reports()[-1]
+    check_replays(report, "DISABLED")
+    answer: Answer = {"pool": report["pool_bytes"], "routed": routed}
+    for fill, batches in steps.items():
+        copy = copy_of(max(routed // LAYERS * FILLS[fill] // FULL, 1))
+        copies = recorded(lambda copy=copy: [copy() for _ in range(2 * LAYERS)])  # type: ignore[misc]
+        answer[fill] = {ALONE: [], BESIDE: []}
+        with without_collection():
+            for _, how in in_turns((ALONE, BESIDE), ROUNDS):
+                before[:] = [copies] if how == BESIDE else []
+                answer[fill][how].append(trainer.wall_ms(batches, graphs=True))
+    megagraph.uninstall()
+    return answer
+
+
+def measure_ways(slots: int) -> Answer:
+    return {way: _measure_way(way, slots) for way in WAYS}
+
+
+def measure_upstream() -> Answer:
+    """What each thing that `moe_paged_stash` needs says; nothing where it is there."""
+    core = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
+    engine, group = partial(importlib.import_module, package="transformer_engine.pytorch"), distributed.group
+    how = {"num_experts": EXPERTS, "max_tokens_per_rank": FULL, "hidden_dim": MODEL.hidden}
+    how |= {"recv_capacity_per_rank": FULL * TOPK}
+
+    def mark() -> None:
+        if not engine(".ops.fused.grouped_mlp").GroupedMLP_CuTeGEMMGLU.is_supported():
+            raise RuntimeError("the fused ones, which alone mark anything, do not support this GPU")
+
+    asked: dict[str, Call] = {
+        "NCCL-EP, as megatron-core starts it": lambda: core.ensure_nccl_ep_bootstrapped(group.WORLD, **how),
+        "NCCL-EP on one rank": lambda: engine(".ep").ep_bootstrap(group.WORLD, **how, num_topk=TOPK),
+        "HybridEP": lambda: importlib.import_module("deep_ep").HybridEPBuffer,
+        "experts of the op fuser that mark what they save": mark,
+    }
+    answers = {what: caught(lambda ask=ask: {"got": ask()}) for what, ask in asked.items()}  # type: ignore[misc]
+    return {what: answer.get("error", "") for what, answer in answers.items()}
+
+
+PARTS: Parts = {"upstream": measure_upstream, **{f"slots: {it}": partial(measure_ways, it) for it in SLOTS}}
+
+
+def _figures_of(slots: int) -> list[Figure]:
+    of = measure_part(__name__, f"slots: {slots}")
+    title, pool, routed = f"slots: {slots}", of[KEPT]["pool"] / MIB, slots * of[KEPT]["routed"] / MIB
+    figures = plain(title, {f"{KEPT}, routed rows in the pools": (routed, "MiB")})
+    for fill, tokens in FILLS.items():
+        is_half, walls, where = tokens == HALF, of[KEPT][fill], f"{title}, {fill}"
+        its, share = median(walls[ALONE]), BYTES_BAR if is_half else None
+        beside: dict[str, Any] = {"rival": KEPT, "rival_value": its, "bar": TIME_BAR * its if share else None}
+        least = {"a stash, at least": (pool - routed * (1 - tokens / FULL), walls[BESIDE])}
+        ways = (AGAIN, SMALL) if is_half else (AGAIN,)
+        held = {way: (of[way]["pool"] / MIB, of[way][fill][ALONE]) for way in ways}
+        for way, (size, times) in {**least, **held}.items():
+            figures.append(against(f"{where}: {way}, pools", size, KEPT, pool, share=share))
+            figures.append(timed(f"{where}: {way}, a step, median", times, "ms", **beside))
+    return figures
+
+
+def _upstream_figures() -> list[Figure]:
+    said = measure_part(__name__, "upstream", environment={"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"})
+    of = partial(Figure, unit="there")
+    return [of(name=f"upstream: {it}", value=int(not no), rival=no or None) for it, no in said.items()]
+
+
+def measure(measurement: Measurement) -> None:
+    for slots in SLOTS:
+        measurement.take(f"{slots} slots", partial(_figures_of, slots))
+    measurement.take("upstream", _upstream_figures)
