@@ -297,6 +297,9 @@ class CaptureEdges(metaclass=_pybind11_type):
         accumulated: Sequence[Tensor],
     ) -> SiteGraph: ...
 
+def free_if_unread(made: Tensor, taken: Tensor) -> bool:
+    """Frees memory that tensors keep for their history alone; csrc/torch/unread_memory.h."""
+
 def tensors_in(arguments: Mapping[str, Any]) -> list[Tensor]:
     """Every tensor of a call's arguments, also those inside containers and plain objects."""
 

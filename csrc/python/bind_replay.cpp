@@ -17,6 +17,7 @@
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/site_object.h"
 #include "csrc/torch/graph_pool.h"
+#include "csrc/torch/unread_memory.h"
 
 namespace py = pybind11;
 
@@ -257,6 +258,7 @@ void bind_replay(py::module_& m) {
   bind_slot(m);
   bind_site_graph(m);
   bind_graph_bank(m);
+  m.def("free_if_unread", &free_if_unread, py::arg("made"), py::arg("taken"));
 }
 
 }  // namespace megagraph

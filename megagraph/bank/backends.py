@@ -73,11 +73,11 @@ class Backend:
         return _C.make_host_executable(body)
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:
-        """Which memory of a slot's pool is taken, between two captures."""
+        """Which memory of a single slot's pool is taken, between two captures."""
         return None
 
     def lend(self, slot_pool: int, note: _C.PoolNote | None) -> contextlib.AbstractContextManager[Lent]:
-        """Lends memory of a slot's pool, that was free at the note, to work that is not captured.
+        """Lends memory of a single slot's pool, that was free at the note, to work that is not captured.
 
         Inside of `recording()`. Without a note, or where it cannot be lent, the work gets memory of its own.
         Raises `KeptMemoryError` where some of it is still in use afterwards.
@@ -202,14 +202,13 @@ class CudaBackend(Backend):
             raise
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:
-        return _C.take_note(self.device.index, self._pools[slot_pool])
+        # Of several slots none has room for what is temporary, and what they share has none for the rest: in
+        # a loan it would grow for good.
+        return None if self._scratch is not None else _C.take_note(self.device.index, self._pools[slot_pool])
 
     @contextlib.contextmanager
     def lend(self, slot_pool: int, note: _C.PoolNote | None) -> Iterator[Lent]:
         pool = self._pools[slot_pool]
-        if self._scratch is not None and note is not None:  # the slot's own has no room for what is temporary
-            pool = self._scratch.hold.pool
-            note = _C.take_note(self.device.index, pool)
         loan = None if note is None else _C.PoolLoan(self.device.index, pool, note)
         if loan is None or not loan.is_open:
             yield contextlib.nullcontext

@@ -7,10 +7,10 @@ site: the graph of a site and its module get the same input, the same gradient, 
 Thus a difference is that of one site, and not of those before it. Forwards replay in order, so that every
 boundary lies where it will lie. What stays eager is passed over: the next site takes the same input. Then,
 from the last site to the first, the module runs forward and backward after the graph's backward. It runs in
-memory of the graphs' own pool, that which later sites and this one need no more (csrc/torch/pool_loan.h, Note
-[Lent memory]); beside it lie copies of what the graph made, among it the gradients of one site. What a call
-writes into buffers, further state and plain attributes is compared as well; each call begins with these as
-they were.
+memory of a single slot's pool, that which later sites and this one need no more (csrc/torch/pool_loan.h, Note
+[Lent memory]), else in its own; beside it lie copies of what the graph made, among it the gradients of one
+site. What a call writes into buffers, further state and plain attributes is compared as well; each call
+begins with these as they were.
 
 Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
 (it adds with atomics), it runs several times more, and its graph has to be a run like these

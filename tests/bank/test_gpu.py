@@ -238,8 +238,9 @@ def _wide_example() -> Example:
     return Example(hidden=torch.randn(MANY_ROWS, WIDTH, device="cuda"))
 
 
-def _captured_wide(layers: Sequence[nn.Module]) -> Bank:
-    bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=BankOptions(guard=captures))
+def _captured_wide(layers: Sequence[nn.Module], **given: Any) -> Bank:
+    options = BankOptions(guard=captures)
+    bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=options, **given)
     bank.capture([variant("it", rows=MANY_ROWS)])
     assert not bank.failures
     return bank
@@ -259,6 +260,14 @@ def test_modules_run_in_memory_that_the_graphs_have() -> None:
     # Copies of what one site makes: of 2 MiB each, where a module alone needs three times 64 MiB.
     assert torch.cuda.max_memory_reserved() - before <= 48 << 20
     assert bank.pool_bytes() - pool <= 4 << 20 and verified.most_bytes <= 48 << 20
+
+
+def test_graphs_of_several_slots_keep_no_memory_for_what_modules_need_while_they_are_verified() -> None:
+    """Bug: what slots share grew by all that a module keeps for its backward."""
+    bank = _captured_wide([Saves() for _ in range(4)], num_slots=2)
+    pool = bank.pool_bytes()
+    assert verify(bank, "it", _wide_example()).differences == []
+    assert bank.pool_bytes() == pool
 
 
 def test_a_module_that_keeps_what_was_lent_is_an_error() -> None:

@@ -33,6 +33,7 @@ from overlap_rig import (
 )
 from same_bits import BitsDiffer, assert_same_bits
 from streams import seed_streams
+from torch import Tensor
 
 import megagraph
 from benchmarks.measuring.clocks import PART, Span, Timeline
@@ -42,6 +43,7 @@ from benchmarks.subjects.packs import MICRO_BATCHES
 from benchmarks.subjects.steps import step_case
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron import seams
+from megagraph.megatron.patch import overlap as plans
 from megagraph.megatron.scopes.plan import BlockPlan
 
 pytestmark = pytest.mark.both
@@ -230,6 +232,30 @@ def test_a_layer_with_a_forward_of_a_hosts_is_refused() -> None:
         layer.forward = partial(layer.forward)
     plan = BlockPlan(list(chunk.decoder.layers), ("attn",), contextlib.nullcontext)
     assert plan.why_eager is not None and "does not run its forward" in plan.why_eager[1]
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["", "saved"])
+@engines
+def test_what_a_graph_has_staged_of_a_layer_before_it_is_freed_unless_somebody_saves_it(
+    engine: bool, saves: bool, deterministic_engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, freed = plans.free_if_unread, list[bool]()
+
+    def noted(made: Tensor, taken: Tensor) -> bool:
+        saving = made.square() if saves else None
+        is_free = free(made, taken)
+        assert (made.untyped_storage().nbytes() == 0) == is_free and made.shape == taken.shape
+        del saving
+        freed.append(is_free)
+        return is_free
+
+    steps = steps_of(5)
+    eager = train(steps, "eager", engine=engine)
+    monkeypatch.setattr(plans, "free_if_unread", noted)
+    graphed = train(steps, "graph", engine=engine)
+    assert_same_bits(eager, graphed)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+    assert freed == [not saves] * (sum(map(len, steps)) - COUNTS[0]) * (CALLS - 1)
 
 
 # -- steps that raise ------------------------------------------------------------------------------

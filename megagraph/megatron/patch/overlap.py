@@ -23,6 +23,8 @@ before runs; the first layer's waits for what a pipeline sends. Nodes are told w
 
 Nodes keep what they were given and have handed out until their backward. What is dispatched is transient all
 the same: by `resize_(0)` of its input a dispatch drops a holder of the slot, and later passes use the memory.
+Likewise what a layer has handed out goes once the next one's site has staged it, unless it was saved: eager
+keeps it for the norm of that layer, whose graph reads what was staged.
 
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
 
@@ -39,7 +41,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Finish, by_name
+from megagraph._C import Finish, by_name, free_if_unread
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
@@ -140,6 +142,7 @@ class _Passage:
         self._before_site: Callable[[int], None] | None = None
         self._has_replayed = False
         self._let_go: dict[int, Callable[[], None]] = {}  # by layer: of what was routed in a graph
+        self._handed_on: Tensor | None = None  # by a layer to the next one
 
     def bind(self, plan: Any) -> None:
         """Has the plan's nodes run through here."""
@@ -155,7 +158,7 @@ class _Passage:
         """Ends the lease, behind the last node or where the schedule raises."""
         graphs, batch = self._graphs, self._batch
         assert isinstance(batch, MicroBatch)
-        graphs.end_plan = self._loop = None
+        graphs.end_plan = self._loop = self._handed_on = None
         while self._let_go:
             self._let_go.popitem()[1]()
         graphs.dispatcher.end(batch)
@@ -211,7 +214,7 @@ class _Passage:
         """
         loop, batch, captures = self._loop, self._batch, self._graphs.captures
         assert loop is not None and isinstance(batch, MicroBatch)
-        attended = None
+        attended, self._handed_on, handed_on = None, None, self._handed_on
         for step in steps:
             if step.is_whole and step.site is None:
                 break
@@ -226,6 +229,8 @@ class _Passage:
             if out is NotImplemented:
                 break
             self._has_replayed = True
+            if handed_on is not None:
+                free_if_unread(handed_on, before)
             if node.delay_wgrad_compute:
                 node.bwd_dw_callables = [_Late(steps, step, captures.bank.take_finish())]
             front = steps[-1].front
@@ -238,6 +243,7 @@ class _Passage:
         if (let_go := self._let_go.pop(index, None)) is not None:
             let_go()
         graphs, batch = self._graphs, self._batch
+        self._handed_on = None if is_end else out
         if not is_end or not isinstance(batch, MicroBatch):
             return out
         cut = batch.cut(out)
