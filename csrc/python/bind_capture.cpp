@@ -115,6 +115,7 @@ void bind_cuda(py::module_& m) {
              const py::gil_scoped_release no_gil;
              return ExecutableHandle{capture.end()};
            })
+      .def("close", &CudaCapture::close, py::call_guard<py::gil_scoped_release>())
       .def("abort", &CudaCapture::abort, py::call_guard<py::gil_scoped_release>());
   m.def("capture_stream", &capture_stream, py::arg("device_index"));
   py::class_<PoolNote>(m, "PoolNote");

@@ -62,7 +62,12 @@ void reserve(c10::DeviceIndex device, c10::MempoolId_t pool, size_t bytes) {
 
 PassWatch::PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch, MempoolId lent,
                      std::shared_ptr<PassMemory> memory)
-    : device_(device), pool_(pool), scratch_(scratch), lent_(lent), memory_(std::move(memory)) {}
+    : device_(device),
+      pool_(pool),
+      scratch_(scratch),
+      lent_(lent),
+      memory_(std::move(memory)),
+      is_learning_(!memory_->is_known) {}
 
 PassWatch::~PassWatch() { abort(); }
 
@@ -75,7 +80,7 @@ void PassWatch::begin() {
     watched.store(this);
     is_watching_ = true;
   }
-  if (!memory_->is_known) return;
+  if (is_learning_) return;
   // In place of the capture's own routing, which would take all; its end ends that of `pool_`.
   allocator::endAllocateToPool(device_, pool_);
   is_routing_ = true;
@@ -111,39 +116,50 @@ void PassWatch::see_any(const TraceEntry& entry) {
 void PassWatch::see(const TraceEntry& entry) {
   if (entry.device_ != device_) return;
   if (entry.action_ == TraceEntry::ALLOC) {
-    const bool is_shared = entry.mempool_ == scratch_;
-    if (is_over_ || (!is_shared && entry.mempool_ != pool_ && entry.mempool_ != lent_)) return;
+    const MempoolId pool = entry.mempool_;
+    if (is_over_ || (pool != scratch_ && pool != pool_ && pool != lent_)) return;
     const size_t index = seen_.size();
     seen_.push_back({entry.size_, PassMemory::Kind::kKept});
-    live_[entry.addr_] = {index, is_shared};
-    num_shared_ += is_shared;
+    live_[entry.addr_] = {index, pool};
     const auto& known = memory_->allocations;
-    if (memory_->is_known && (index >= known.size() || known[index].bytes != entry.size_)) {
+    if (!is_learning_ && (index >= known.size() || known[index].bytes != entry.size_)) {
       is_other_ = true;
     }
   } else if (entry.action_ == TraceEntry::FREE_COMPLETED) {
     const auto found = live_.find(entry.addr_);
     if (found == live_.end()) return;
-    if (is_over_) {
-      memory_->allocations[found->second.index].kind = PassMemory::Kind::kGivenBack;
-    } else {
+    if (!is_over_) {
       seen_[found->second.index].kind = PassMemory::Kind::kTemporary;
+    } else if (is_learning_) {
+      memory_->allocations[found->second.index].kind = PassMemory::Kind::kGivenBack;
     }
-    num_shared_ -= found->second.is_shared;
     live_.erase(found);
   }
 }
 
+size_t PassWatch::num_live_in(MempoolId pool) const {
+  return std::count_if(live_.begin(), live_.end(),
+                       [pool](const auto& it) { return it.second.pool == pool; });
+}
+
 void PassWatch::end() {
-  if (memory_->is_known) {
-    stop();
-    TORCH_CHECK(num_shared_ == 0, num_shared_,
-                " allocations outlive their pass in one slot, and did not in another");
-    return;
-  }
+  stop_routing();
   const std::lock_guard<std::mutex> lock(watched_mutex);
-  memory_->allocations = std::move(seen_);
-  memory_->is_known = is_over_ = true;
+  is_over_ = true;
+  if (is_learning_) {
+    memory_->allocations = std::move(seen_);
+    memory_->is_known = true;
+  }
+  const size_t held = num_live_in(scratch_);
+  TORCH_CHECK(held == 0, held,
+              " allocations outlive their pass in one slot, and did not in another");
+}
+
+void PassWatch::close() {
+  stop();
+  const size_t held = lent_ == pool_ ? 0 : num_live_in(lent_);
+  TORCH_CHECK(held == 0, held,
+              " allocations were given back behind their pass in one slot, and not in another");
 }
 
 void PassWatch::abort() noexcept { stop(); }
@@ -154,6 +170,10 @@ void PassWatch::stop() noexcept {
     const std::lock_guard<std::mutex> lock(watched_mutex);
     watched.store(nullptr);
   }
+  stop_routing();
+}
+
+void PassWatch::stop_routing() noexcept {
   if (!is_routing_) return;
   is_routing_ = false;
   attempt([&] { allocator::endAllocateToPool(device_, scratch_); });

@@ -11,9 +11,9 @@
 // these come from a pool that all slots of all banks of the device share. Kept memory is thus paid
 // for each slot, and temporary memory once.
 //
-// What a pass hands over to something eager is gone before the next pass of its slot. If sites have
-// pools of their own (csrc/bank/replay/slot_ring.h, Note [Facing slots]), it comes from the slot's
-// pool, in which later passes use that memory again.
+// What a pass hands over to something eager, or is handed, is gone before the next pass of its
+// slot. If sites have pools of their own (csrc/bank/replay/slot_ring.h, Note [Facing slots]), it
+// comes from another pool, in which later passes use that memory again.
 //
 // Kept memory is taken as one block before the first pass (reserve()). Block by block torch would
 // take segments of 20 MiB for what is smaller than 10 MiB, of which the rest of each would be lost
@@ -76,9 +76,11 @@ class PassWatch {
 
   // Once the capture has begun.
   void begin();
-  // Before it ends. Throws where something that was to be temporary is still held. What it learns
-  // goes on to be watched, until all is gone that is given back.
+  // Before it ends. Throws where something that was to be temporary is still held.
   void end();
+  // Once all is gone that is given back, until when it watches. Throws where some of it, as it was
+  // learned, is still held in another pool.
+  void close();
   // Ends what began, and learns nothing more.
   void abort() noexcept;
 
@@ -86,6 +88,7 @@ class PassWatch {
   static void see_any(const c10::CachingDeviceAllocator::TraceEntry& entry);
   void see(const c10::CachingDeviceAllocator::TraceEntry& entry);
   MempoolId pool_of_next() const;
+  void stop_routing() noexcept;
   void stop() noexcept;
 
   const c10::DeviceIndex device_;
@@ -94,11 +97,12 @@ class PassWatch {
   std::vector<PassMemory::Allocation> seen_;
   struct Live {
     size_t index;  // in seen_
-    bool is_shared;
+    MempoolId pool;
   };
+  size_t num_live_in(MempoolId pool) const;
   std::unordered_map<size_t, Live> live_;  // by address
-  size_t num_shared_ = 0;                  // of the live ones, in the shared pool
-  bool is_other_ = false;                  // than the pass that is known
+  const bool is_learning_;
+  bool is_other_ = false;  // than the pass that is known
   bool is_watching_ = false, is_routing_ = false, is_over_ = false;
 };
 

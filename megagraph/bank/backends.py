@@ -195,7 +195,8 @@ class CudaBackend(Backend):
             capture.begin()
             body()
             executable = capture.end()
-            give_back()  # which a capture that learns still sees
+            give_back()  # which the capture still sees
+            capture.close()
             return executable
         except BaseException:
             capture.abort()

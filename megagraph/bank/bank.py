@@ -81,18 +81,23 @@ class Bank(_C.GraphBank):
         self.has_other_streams = self.rng.has_other_streams
         self.backend = backend_for(device, self.rng.generators)
         slots, sites = range(num_slots), range(len(self.specs))
-        # Of each slot the pool of what its forwards keep, by site. Of everything else it has one.
+        # Of each slot the pool of what its forwards keep, by site, and that of what passes hand over. Of
+        # everything else it has one.
         blocks = [[facing.block(slot, site) for site in sites] for slot in slots] if facing else []
         pool_of = {block: num_slots + at for at, block in enumerate(sorted({*itertools.chain(*blocks)}))}
         self._kept_in = [[pool_of[block] for block in of_slot] for of_slot in blocks] or [
             [slot] * len(sites) for slot in slots
         ]
-        holds = self.backend.add_pools(num_slots + len(pool_of))
+        num_pools = num_slots + len(pool_of)
+        shares = facing is not None and facing.share_given_back
+        self._given_back = [num_pools] * num_slots if shares else [*slots]
+        holds = self.backend.add_pools(num_pools + shares)
+        pools_of = [{slot, self._given_back[slot], *self._kept_in[slot]} for slot in slots]
         super().__init__(
             self.backend.device,
             len(self.specs),
             num_slots=num_slots,
-            pools=[[holds[at] for at in {slot, *self._kept_in[slot]}] for slot in slots] if holds else [],
+            pools=[[holds[at] for at in its] for its in pools_of] if holds else [],
             facing=facing.opposite() if facing else [],
             poison=options.poison or device.type == "cpu",
             run_eager_alike=options.run_eager_alike if options.holds_collectives else None,
@@ -219,7 +224,7 @@ class Bank(_C.GraphBank):
                 if given is None:
                     return None
                 pool, memories = given
-                self._plan(variant, 0).capture(memories, pool, [pool] * len(self.specs))
+                self._plan(variant, 0).capture(memories, pool, [pool] * len(self.specs), pool)
             return memories
 
         variant.memories = self._without_failing(attempt)
@@ -228,8 +233,8 @@ class Bank(_C.GraphBank):
         def attempt() -> Sequence[Mapping[int, _C.SiteGraph]]:
             plans = [self._plan(variant, slot) for slot in range(self.num_slots)]
             by_slot = [
-                plan.capture(variant.memories, slot, kept_in)
-                for slot, (plan, kept_in) in enumerate(zip(plans, self._kept_in, strict=True))
+                plan.capture(variant.memories, slot, self._kept_in[slot], self._given_back[slot])
+                for slot, plan in enumerate(plans)
             ]
             variant.notes = [plan.notes for plan in plans]
             return by_slot

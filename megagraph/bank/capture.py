@@ -378,38 +378,40 @@ class CapturePlan:
         raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
 
     def capture(
-        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int]
+        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int], given_back: int
     ) -> dict[int, _C.SiteGraph]:
         """Captures as Note [Capture plan] says, after the warm-up, into a pool, but forwards into `kept_in`.
 
         `memories` is what each pass allocates, learned or to be learned; None where slots share nothing.
-        `kept_in` are pools by site.
+        `kept_in` are pools by site; from the pool `given_back` comes what passes hand over to something
+        eager, or are handed.
         After a `CaptureError`, which names the site, the op and the line, everything has been undone.
         """
         sites, runs = [*self._sites.values()], self._backend.runs_while_recording
         with self._traced(), leaves_no_trace(sites, work_runs=runs, left_out=self._options.left_out):
-            return self._record(memories, pool, kept_in)
+            return self._record(memories, pool, kept_in, given_back)
 
     def _record(
-        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int]
+        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int], given_back: int
     ) -> dict[int, _C.SiteGraph]:
         def memory(index: int, phase: str) -> Any:
             return None if memories is None else memories[index, phase]
 
-        def bytes_behind(index: int) -> int:
-            """That the passes behind a forward keep, or have given back by their end."""
-            passes = [memory(index, phase) for phase in (_BACKWARD, _REST)]
-            return sum(it.kept_bytes + it.given_back_bytes for it in passes)
-
         if memories:  # learned by now; later backwards find room where the first one's site had its memory
-            needs = Counter({pool: max(map(bytes_behind, self._sites))})
+            needs = Counter[int]()
+            for index in self._sites:
+                behind = Counter[int]()
+                for it in (memory(index, phase) for phase in (_BACKWARD, _REST)):
+                    behind[pool] += it.kept_bytes
+                    behind[given_back] += it.given_back_bytes
+                needs |= behind
             for index in self._sites:
                 forward = memories[index, _FORWARD]
                 needs[kept_in[index]] += forward.kept_bytes
-                if kept_in[index] == pool:
-                    needs[pool] += forward.given_back_bytes
+                if kept_in[index] == given_back:
+                    needs[given_back] += forward.given_back_bytes
                 else:  # gradients lie there later
-                    needs[pool] = max(needs[pool], forward.given_back_bytes)
+                    needs[given_back] = max(needs[given_back], forward.given_back_bytes)
             for at, num_bytes in needs.items():
                 self._backend.reserve(at, num_bytes)
         edges = self._edges
@@ -426,7 +428,9 @@ class CapturePlan:
             with self._named(index, f"capture of the {phase}"):
                 body = bodies[phase](index, swaps[index])
                 done = functools.partial(give_back.get(phase, lambda _index: None), index)
-                captured[index, phase] = self._backend.record(at, body, memory(index, phase), done, pool)
+                captured[index, phase] = self._backend.record(
+                    at, body, memory(index, phase), done, given_back
+                )
                 self.notes[index] = self._backend.note(pool)
         edges.disown()
         return {

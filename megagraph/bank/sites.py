@@ -240,11 +240,13 @@ class JoinedSites(SiteSpec):
 class Facing:
     """Which memory two slots share: csrc/bank/replay/slot_ring.h, Note [Facing slots].
 
-    `layers` says of each site which layer it is of, from 0 to `num_layers - 1`.
+    `layers` says of each site which layer it is of, from 0 to `num_layers - 1`. If they `share_given_back`, a
+    pass of the one comes only once everybody who was handed something by the other's is done, on any stream.
     """
 
     layers: Sequence[int]
     num_layers: int
+    share_given_back: bool = False
 
     def block(self, slot: int, site: int) -> int:
         """The memory for what the forward of a site keeps in a slot, by number."""

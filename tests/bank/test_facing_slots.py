@@ -5,6 +5,7 @@ On a GPU they do share it. On the CPU, where each has its own, what one would wr
 """
 
 import contextlib
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ class FacingPair(Pair):
 
     def __init__(self, device: str, num_layers: int, graphed: Sequence[int], **options: Any) -> None:
         self.num_layers, self.graphed = num_layers, list(graphed)
-        self.facing = Facing(layers=self.graphed, num_layers=num_layers)
+        self.facing = Facing(layers=self.graphed, num_layers=num_layers, share_given_back=True)
         layers = [Layer() for _ in range(num_layers)]
         options |= {"num_slots": 2, "facing": self.facing, "main_grad": True}
         super().__init__(device, layers, steps=self._steps, **options)
@@ -68,6 +69,7 @@ class Flight:
         self.replayed: set[int] = set()
         self.keeps: int | None = None  # the layer of which it keeps what the site has handed out
         self.kept: Tensor | None = None
+        self.keeps_copies = False  # what is transient
         self.grads: tuple[Tensor, Tensor] | None = None
         self.lease = contextlib.ExitStack()
         self.reason = self.lease.enter_context(pair.bank.micro_batch("train"))
@@ -85,7 +87,7 @@ class Flight:
             made = layer.front(x)
         else:
             self.replayed.add(index)
-            self.kept = made[0].detach() if index == self.keeps else self.kept
+            self.kept = made[self.keeps_copies].detach() if index == self.keeps else self.kept
         out = layer.behind(made)
         self.layers.append((x, out, eager_x, pair.eager_layers[index](eager_x)))
         if len(self.layers) == pair.num_layers:
@@ -195,6 +197,28 @@ def test_an_output_that_somebody_keeps_holds_the_memory_of_its_layer_alone(devic
     assert_same_bits(first.kept, bits, "what is kept")
 
 
+def test_what_passes_hand_over_is_gone_before_one_of_the_other_slot_runs(device: str) -> None:
+    pair = FacingPair(device, 4, range(4))
+    first = Flight(pair)
+    first.keeps, first.keeps_copies = 3, True
+    for _layer in range(4):
+        first.forward()
+    second = Flight(pair)
+    second.forward()
+    assert pair.eager_calls() == {"NESTING": 1} and not second.replayed
+    first.kept = None
+    first.backward()
+    second.keeps, second.keeps_copies = 1, True
+    second.forward()
+    assert second.replayed == {1} and second.kept is not None
+    bits = second.kept.clone()
+    with pytest.raises(RuntimeError, match="while somebody holds an output that only"):
+        first.backward()
+    assert_same_bits(second.kept, bits, "what is kept")
+    second.kept = None
+    second.lease.close()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_graphs_with_collectives_say_who_is_in_the_way(device: str) -> None:
     asked: list[str] = []
@@ -269,8 +293,10 @@ def test_facing_slots_take_less_memory_than_others() -> None:
         return held
 
     one, two = pool_bytes(num_slots=1), pool_bytes(num_slots=2)
-    facing = {"num_slots": 2, "facing": Facing(layers=range(4), num_layers=4)}
+    facing: dict[str, Any] = {"num_slots": 2, "facing": Facing(layers=range(4), num_layers=4)}
     less, kept = pool_bytes(**facing), pool_bytes((), **facing)
+    shared = {**facing, "facing": dataclasses.replace(facing["facing"], share_given_back=True)}
+    assert less - pool_bytes(**shared) >= MANY_ROWS * 256 * COPIES * 4  # the copies of one of both slots
     assert less < 0.8 * two, f"{less} bytes of facing slots, {two} of two, {one} of one"
     copies = MANY_ROWS * 256 * COPIES * 4
     assert kept - less >= 2 * copies, f"{kept} bytes if copies are kept, {less} if not"

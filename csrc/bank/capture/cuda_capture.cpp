@@ -96,6 +96,10 @@ std::unique_ptr<Executable> CudaCapture::end() {
   return std::make_unique<CudaExecutable<Graph>>(std::move(graph_), scratch_);
 }
 
+void CudaCapture::close() {
+  if (watch_ != nullptr) watch_->close();
+}
+
 void CudaCapture::abort() noexcept {
   if (watch_ != nullptr) watch_->abort();
   if (graph_ == nullptr) return;

@@ -21,7 +21,7 @@ class CudaCapture {
  public:
   // `generators` are registered with the graph beside the device's default one. With `scratch`,
   // what is temporary comes from there, and what is given back from `lent`, once `memory` knows the
-  // pass; else the capture learns it as long as this lives.
+  // pass; else the capture learns it.
   CudaCapture(std::pair<uint64_t, uint64_t> pool, const std::vector<at::Generator>& generators,
               std::shared_ptr<PoolHold> scratch, std::pair<uint64_t, uint64_t> lent,
               std::shared_ptr<PassMemory> memory);
@@ -33,6 +33,8 @@ class CudaCapture {
   // errors meanwhile (thread-local mode).
   void begin();
   std::unique_ptr<Executable> end();
+  // Once what the pass gives back is given back: throws where it had to be and is not.
+  void close();
 
   // Leaves nothing behind: the stream no longer captures, neither allocator routes to the pool, no
   // generator believes in a capture, the pool's reference is dropped. Never throws. May be called

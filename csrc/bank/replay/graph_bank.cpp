@@ -109,7 +109,7 @@ GraphBank::GraphBank(c10::Device device, int num_sites,
 template <typename Use>
 void GraphBank::for_each_facing(int slot, int site, const Use& use) const {
   if (facing_.empty()) return;
-  for (const int other : facing_[site]) use(*slots_.slots()[1 - slot], other);
+  for (const int other : facing_[site]) use(*facing(slot), other);
 }
 
 bool GraphBank::is_facing_held(int slot, int site, bool may_wait) const {
@@ -383,7 +383,10 @@ void GraphBank::on_slot_free(int slot, int variant) noexcept {
     for (int site = 0; site < num_sites(); ++site) {
       SiteGraph* graph = sites_[site]->graph(variant, slot);
       if (graph == nullptr) continue;
-      graph->poison_gradients();
+      if (facing_.empty()) {  // else passes of the other slot hand over in that memory, too
+        graph->poison_gradients();
+        graph->poison_transients();
+      }
       // Else what lies there is the other slot's by now.
       if (!is_facing_held(slot, site, /*may_wait=*/false)) graph->poison_kept();
     }

@@ -149,6 +149,10 @@ class GraphBank {
   std::optional<EagerReason> begin(int variant, const std::vector<at::Tensor>& sources,
                                    bool look_at_grads);
   void end();
+  // The slot that shares memory with another one; null if none does.
+  std::shared_ptr<Slot> facing(int slot) const {
+    return facing_.empty() ? nullptr : slots_.slots()[1 - slot];
+  }
   // The running micro-batch's slot; null between micro-batches.
   const std::shared_ptr<Slot>& current() const { return current_; }
 

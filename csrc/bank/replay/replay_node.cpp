@@ -8,8 +8,9 @@
 #include "csrc/bank/replay/launch.h"
 #include "csrc/bank/replay/leased_storage.h"
 #include "csrc/bank/replay/range.h"
-#include "csrc/bank/staging/staging.h"
 #include "csrc/torch/accumulators.h"
+#include "csrc/torch/numerics.h"
+#include "csrc/torch/surroundings.h"
 
 namespace megagraph {
 
@@ -20,6 +21,7 @@ ReplayNode::ReplayNode(const GraphBank& bank, std::shared_ptr<Slot> slot, Graphs
     : listener_(bank.listener()),
       device_(bank.device()),
       slot_(std::move(slot)),
+      facing_(bank.facing(slot_->index())),
       graphs_(std::move(graphs)),
       first_(first),
       last_(last) {
@@ -121,7 +123,7 @@ void ReplayNode::check_unchanged() const {
               "call out of graphs");
 }
 
-void ReplayNode::launch_backwards(const variable_list& grads) const {
+void ReplayNode::launch_backwards(const variable_list& grads, const SegmentList& copies) const {
   std::optional<Launch> launch(device_);
   stage_gradients(grads);
   for (int site = last_, untold = last_; site >= first_; --site) {
@@ -131,6 +133,7 @@ void ReplayNode::launch_backwards(const variable_list& grads) const {
       const Range range(graph.backward_range, device_);
       graph.backward->launch();
     }
+    if (site == first_) stage(copies, device_);
     const bool is_told = listener_ != nullptr && graph_of(site).finish == nullptr;
     if (!is_told || (site > first_ && !listener_->is_noticed[site])) continue;
     // The answer may have to wait for the GIL: asked after the first launch, outside of any.
@@ -138,6 +141,25 @@ void ReplayNode::launch_backwards(const variable_list& grads) const {
     if (slot_->wants_notice(listener_->wants)) listener_->done(site, untold);
     untold = site - 1;
   }
+}
+
+// The gradient of an input: where it lies, or a copy that is made behind the backward. A leaf would
+// keep the tensor, and with it the slot, as its .grad; behind a gap other passes use the memory.
+at::Tensor ReplayNode::input_grad(size_t edge, SegmentList& copies) const {
+  const size_t input = edge_inputs_[edge];
+  const at::Tensor& grad = graph_of(first_).boundaries.grad_inputs[input];
+  at::Tensor leased = lease_tensor(grad, slot_, first_, LeaseKind::kGradient, input_rows_[input]);
+  if (!is_leaf_edge(next_edge(edge)) && graph_of(first_).lends_gradient()) return leased;
+  const NoDispatchModes plain;
+  const Unfilled unfilled;
+  at::Tensor copy = at::empty_like(leased);
+  Segment segment{};
+  segment.kind = SegmentKind::kCopy;
+  segment.src = leased.const_data_ptr();
+  segment.dst = copy.mutable_data_ptr();
+  segment.src_size = segment.dst_size = static_cast<int64_t>(copy.nbytes());
+  copies.add(segment);
+  return copy;
 }
 
 // The gradient of a parameter without main_grad. It lies in the pool, which the next micro-batch
@@ -150,11 +172,13 @@ at::Tensor ReplayNode::handed_out(const at::Tensor& grad, int site,
 }
 
 variable_list ReplayNode::apply(variable_list&& grads) {
-  const bool are_transients_gone = slot_->await_transients();
+  const bool are_transients_gone =
+      slot_->await_transients() && (facing_ == nullptr || facing_->await_transients());
   check_unchanged();
   TORCH_CHECK(are_transients_gone, "backward of site ", last_,
               " while somebody holds an output that only what lies between two sites may read (",
-              slot_->describe_holders(), "): its memory is used again");
+              slot_->describe_holders(), facing_ == nullptr ? "" : "; ",
+              facing_ == nullptr ? "" : facing_->describe_holders(), "): its memory is used again");
   TORCH_CHECK(slot_->leave(first_, last_), "backward of site ", last_,
               " out of order: a later site's backward is still to come or to be finished (",
               slot_->describe_holders(), "), so its saved tensors may be overwritten");
@@ -171,20 +195,13 @@ variable_list ReplayNode::apply(variable_list&& grads) {
     }
   } done{*slot_, first_, last_, std::move(finish_)};
 
-  launch_backwards(grads);
-
   variable_list result(num_outputs());
+  SegmentList copies;
   size_t edge = 0;
   for (; edge < edge_inputs_.size(); ++edge) {
-    if (!task_should_compute_output(edge)) continue;
-    const size_t input = edge_inputs_[edge];
-    const at::Tensor& grad = graph_of(first_).boundaries.grad_inputs[input];
-    result[edge] = lease_tensor(grad, slot_, first_, LeaseKind::kGradient, input_rows_[input]);
-    // A leaf would keep the tensor, and with it the slot, as its .grad.
-    if (is_leaf_edge(next_edge(edge)) || !graph_of(first_).lends_gradient()) {
-      result[edge] = result[edge].clone();
-    }
+    if (task_should_compute_output(edge)) result[edge] = input_grad(edge, copies);
   }
+  launch_backwards(grads, copies);
   for (int site = last_; site >= first_; --site) {
     for (const at::Tensor& grad : graph_of(site).boundaries.param_grads) {
       if (task_should_compute_output(edge)) {

@@ -20,6 +20,7 @@
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
 #include "csrc/bank/replay/variant_graphs.h"
+#include "csrc/bank/staging/staging.h"
 #include "csrc/torch/nodes.h"
 #include "csrc/torch/version_counter.h"
 
@@ -50,13 +51,17 @@ class ReplayNode final : public LendingNode {
   void let_go() noexcept override;
   SiteGraph& graph_of(int site) const { return *graphs_->sites[site]; }
   void check_unchanged() const;
-  void launch_backwards(const torch::autograd::variable_list& grads) const;
+  // What is copied when they have run, before any other launch, is said by `copies`.
+  void launch_backwards(const torch::autograd::variable_list& grads,
+                        const SegmentList& copies) const;
+  at::Tensor input_grad(size_t edge, SegmentList& copies) const;
   void stage_gradients(const torch::autograd::variable_list& grads) const;
   at::Tensor handed_out(const at::Tensor& grad, int site, const torch::autograd::Edge& edge) const;
 
   const std::shared_ptr<const GradientListener> listener_;
   const c10::Device device_;
   const std::shared_ptr<Slot> slot_;
+  const std::shared_ptr<Slot> facing_;  // or null
   const Graphs graphs_;
   const int first_, last_;
   std::shared_ptr<Finish> finish_;

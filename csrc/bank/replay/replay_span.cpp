@@ -50,12 +50,15 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
     const bool may_wait = run_eager_alike_ != nullptr;
     if (is_facing_held(slot->index(), site, may_wait)) return EagerReason::kNesting;
   }
+  const auto are_transients_gone = [&](Slot& of) {
+    // A rank that did not wait might be the only one to run eager.
+    return run_eager_alike_ ? of.await_transients() : of.await_stray_transients();
+  };
+  const auto other = facing(slot->index());
+  if (other != nullptr && !are_transients_gone(*other)) return EagerReason::kNesting;
   if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
   if (!slot->enter(first, last)) {
-    // A rank that did not wait might be the only one to run eager.
-    const bool are_gone =
-        run_eager_alike_ ? slot->await_transients() : slot->await_stray_transients();
-    if (!are_gone) return EagerReason::kNesting;
+    if (!are_transients_gone(*slot)) return EagerReason::kNesting;
     if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
     if (!slot->enter(first, last)) return EagerReason::kNesting;
   }

@@ -33,7 +33,9 @@ bool SiteGraph::have_other_grads() const {
 }
 
 void SiteGraph::poison_kept() {
-  for (const at::Tensor& t : boundaries.outputs) fill_with_nan(t);
+  for (size_t i = 0; i < is_transient.size(); ++i) {
+    if (!is_given_back(i)) fill_with_nan(boundaries.outputs[i]);
+  }
   if (is_chained) return;  // the input is another site's output
   for (const at::Tensor& t : boundaries.inputs) fill_with_nan(t);
 }
@@ -47,8 +49,7 @@ void SiteGraph::poison_gradients() {
 
 void SiteGraph::poison_transients() {
   for (size_t i = 0; i < is_transient.size(); ++i) {
-    // One that the backward reads stays allocated until then.
-    if (is_transient[i] && !saves_outputs[i]) fill_with_nan(boundaries.outputs[i]);
+    if (is_given_back(i)) fill_with_nan(boundaries.outputs[i]);
   }
 }
 

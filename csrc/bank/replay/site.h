@@ -59,6 +59,9 @@ struct SiteGraph {
   // Whether the gradient of the input keeps its memory until the micro-batch has ended. That of a
   // site behind a gap is used again by the passes after it, and is handed out as a copy.
   bool lends_gradient() const { return is_entry || is_chained; }
+  // Whether later passes use the memory of an output. One that the backward reads stays allocated
+  // until then.
+  bool is_given_back(size_t output) const { return is_transient[output] && !saves_outputs[output]; }
   // Whether this can be launched right after `before`; null is the beginning. Not if something else
   // has to come between their backwards.
   bool follows(const SiteGraph* before) const;

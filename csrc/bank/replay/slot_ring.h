@@ -29,7 +29,10 @@
 // keep stays in each slot's own pool. Then a forward runs only if no site of that other layer waits
 // for its backward, and nobody holds a tensor of it; else it runs eager (NESTING). A backward needs
 // no such rule: as long as it is to come, the forwards of the other slot that would write over what
-// it reads do not run. tests/bank/test_facing_slots.py checks this.
+// it reads do not run. What passes hand over to something eager, or are handed, may lie in one
+// memory for both slots: gradients live within one launch, as their copies are made there, and no
+// pass of either slot runs while somebody holds a transient output of one.
+// tests/bank/test_facing_slots.py checks this.
 //
 // Note [Other threads]
 // A communicator's worker (gloo's) wakes those who wait for it and lets go of what it has sent only

@@ -17,6 +17,9 @@ Order. All nodes of a plan wait for one event and record it, and so are in order
 micro-batches share parameters, gradients and metrics, on the compute stream alone. So they do the memory of
 their slots (csrc/bank/replay/slot_ring.h, Note [Facing slots]): the last node that reads what a layer keeps
 is its first one, in its backward or in what finishes that, on the compute stream, which uses the memory next.
+What is dispatched lies in memory of both: behind each dispatch comes, on the compute stream, the forward of
+its experts before the other one's backward of attention; with `ep_overlap_early_attn_memory_release` a
+dispatch's backward, which layers of experts alone have: in a block with others slots don't share it.
 
 With `delay_wgrad_compute` a node's `backward_dw()` makes what its backward has left, before that of the layer
 before runs; the first layer's waits for what a pipeline sends. Nodes are told what to call by their forward.

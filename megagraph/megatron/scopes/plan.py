@@ -26,6 +26,7 @@ from megagraph.megatron.scopes.parts import (
     LayerPart,
     Run,
     delaying,
+    experts_of,
     forget_delayed,
     is_mamba,
     run_layer,
@@ -115,7 +116,9 @@ class BlockPlan:
     def facing(self) -> Facing:
         """How two slots face each other where a schedule runs through the block both ways at once."""
         layers = [step.layer for step in self.steps if step.site is not None]
-        return Facing(layers=layers, num_layers=len(self._layers))
+        # No pass waits for what a dense layer's neighbour dispatches, if attention's backward comes sooner.
+        have_experts = all(experts_of(layer) is not None for layer in self.layers())
+        return Facing(layers=layers, num_layers=len(self._layers), share_given_back=have_experts)
 
     @property
     def why_eager(self) -> Why | None:
