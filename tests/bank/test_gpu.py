@@ -167,6 +167,24 @@ def test_what_outlives_its_pass_in_one_slot_alone_is_an_error() -> None:
     del first, again, holds
 
 
+def test_what_is_given_back_behind_its_pass_in_one_slot_alone_is_an_error() -> None:
+    """The other slot would write there."""
+    backend = CudaBackend(torch.device("cuda"))
+    holds = backend.add_pools(3)
+    memory, kept = _C.PassMemory(), []
+
+    def hand_over() -> None:
+        kept.append(torch.ones(2**20, device="cuda"))
+
+    with backend.recording():
+        first = backend.record(0, hand_over, memory, kept.clear, 2)
+        with pytest.raises(RuntimeError, match="1 allocations were given back"):
+            backend.record(1, hand_over, memory, lambda: None, 2)
+        kept.clear()
+        again = backend.record(1, hand_over, memory, kept.clear, 2)
+    del first, again, holds
+
+
 # -- memory of graphs and of what is verified --------------------------------------------------------
 
 
@@ -264,7 +282,8 @@ def test_modules_run_in_memory_that_the_graphs_have() -> None:
 
 def test_graphs_of_several_slots_keep_no_memory_for_what_modules_need_while_they_are_verified() -> None:
     """Bug: what slots share grew by all that a module keeps for its backward."""
-    bank = _captured_wide([Saves() for _ in range(4)], num_slots=2)
+    layers = [Saves() for _ in range(4)]
+    bank = _captured_wide(layers, num_slots=2)
     pool = bank.pool_bytes()
     assert verify(bank, "it", _wide_example()).differences == []
     assert bank.pool_bytes() == pool

@@ -55,6 +55,10 @@ engines = pytest.mark.parametrize(
     "engine", [False, pytest.param(True, marks=[*ON_GPU, rig.needs_engine])], ids=["core", "engine"]
 )
 
+needs_sorting = pytest.mark.skipif(
+    not seams.permutation_sorts(), reason="this release permutes into shapes that vary"
+)
+
 
 def check_calls(report: dict[str, Any], mode: str, micro_batches: int) -> None:
     """Nothing failed, and each layer of each micro-batch was counted once."""
@@ -102,7 +106,7 @@ def test_attention_that_is_recomputed_has_the_bits_of_eager(
     check_calls(graphed.report, "graph", sum(map(len, steps)))
 
 
-@pytest.mark.skipif(not seams.permutation_sorts(), reason="this release permutes into shapes that vary")
+@needs_sorting
 def test_rows_that_were_dispatched_give_their_memory_back() -> None:
     """Nodes keep all else; and these too, where Megatron's own graphs would have made them."""
     steps, scopes = steps_of(STEPS, masks=True), ("attn", "moe_router", "moe_preprocess")
@@ -117,17 +121,25 @@ def test_rows_that_were_dispatched_give_their_memory_back() -> None:
         assert [[*spec.transient] for spec in plan.specs] == [transient] * CALLS
 
 
+def sooner(trainer: Any, _index: int) -> contextlib.AbstractContextManager[Any]:
+    """Backwards of attention come before the forward of the experts beside them, and not behind it."""
+    trainer.chunk.config.ep_overlap_early_attn_memory_release = True  # which asks for overlap beside it
+    return contextlib.nullcontext()
+
+
 def test_attention_whose_backward_comes_sooner_has_its_bits() -> None:
-    """Before the forward of the experts beside it, and not behind them."""
-
-    def sooner(trainer: Any, _index: int) -> contextlib.AbstractContextManager[Any]:
-        trainer.chunk.config.ep_overlap_early_attn_memory_release = True  # which asks for overlap beside it
-        return contextlib.nullcontext()
-
     steps = steps_of(5)
     graphed = train(steps, "graph", around=sooner)
     assert_same_bits(train(steps, "eager", around=sooner), graphed)
     check_calls(graphed.report, "graph", sum(map(len, steps)))
+
+
+@pytest.mark.parametrize("kinds", ["EE", "-E"])
+def test_slots_share_what_is_dispatched_beside_layers_of_experts_alone(kinds: str) -> None:
+    """A dense layer's backward of attention, if it comes sooner, waits for nobody who reads it."""
+    chunk = OverlapTrainer(kinds, overlaps=True).chunk
+    plan = BlockPlan(list(chunk.decoder.layers), ("attn", "moe_router"), contextlib.nullcontext)
+    assert plan.facing().share_given_back == (kinds == "EE")
 
 
 @pytest.mark.parametrize("scopes", [(), ("moe_router",)], ids=["as-chosen", "moe_router"])
@@ -340,6 +352,22 @@ def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
     eager = train(micros, "eager", overlaps=False)
     with busy(kind):
         graphed = train(micros, "graph", plugin={"poison": True})
+    assert_same_bits(eager, graphed)
+    check_calls(graphed.report, "graph", sum(map(len, micros)))
+
+
+@needs_sorting
+@pytest.mark.parametrize("is_sooner", [False, True], ids=["", "sooner"])
+@pytest.mark.parametrize("kind", ["", *(pytest.param(kind, marks=pytest.mark.gpu) for kind in BUSY)])
+@pytest.mark.parametrize("poison", [False, True], ids=["", "poison"])
+def test_what_a_late_dispatch_reads_is_there_though_both_slots_use_that_memory(
+    poison: bool, kind: str, is_sooner: bool
+) -> None:
+    micros, scopes = steps_of(2 * STEPS, masks=True), ("attn", "moe_router", "moe_preprocess")
+    eager = train(micros, "eager", overlaps=False)
+    with busy(kind):
+        plugin = {"cuda_graph_modules": scopes, "poison": poison}
+        graphed = train(micros, "graph", plugin=plugin, **({"around": sooner} if is_sooner else {}))
     assert_same_bits(eager, graphed)
     check_calls(graphed.report, "graph", sum(map(len, micros)))
 
