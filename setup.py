@@ -68,7 +68,7 @@ BANK = [
     "verify/kept_state",
     "verify/runs",
 ]
-SEAM = ["accumulators", "aliases", "numerics", "unread_memory"]
+SEAM = ["accumulators", "numerics", "storages"]
 PYTHON = [
     "argument_values",
     "bind_capture",

@@ -17,7 +17,7 @@
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/site_object.h"
 #include "csrc/torch/graph_pool.h"
-#include "csrc/torch/unread_memory.h"
+#include "csrc/torch/storages.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "csrc/torch/aliases.h"
+#include "csrc/torch/storages.h"
 
 namespace megagraph {
 namespace {

@@ -10,7 +10,7 @@
 #include "csrc/bank/replay/range.h"
 #include "csrc/torch/accumulators.h"
 #include "csrc/torch/numerics.h"
-#include "csrc/torch/surroundings.h"
+#include "csrc/torch/thread_state.h"
 
 namespace megagraph {
 
