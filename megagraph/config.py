@@ -33,7 +33,7 @@ _SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_s
 # Variables with our prefix that are no options: a file of them, and what other parts of the project own.
 _NOT_OPTIONS = (
     *("MEGAGRAPH_AUTO", "MEGAGRAPH_COMMIT", "MEGAGRAPH_CONFIG", "MEGAGRAPH_CUDA", "MEGAGRAPH_WERROR"),
-    *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE"),
+    *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE", "MEGAGRAPH_TEST_HOSTS"),
 )
 
 
