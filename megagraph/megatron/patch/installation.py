@@ -133,9 +133,9 @@ def install(
     Args:
         config: the options, or the path of a TOML file with them, over which MEGAGRAPH_* variables go; by
             default the variables alone.
-        name: what log and report call a model, or a function that says so of each one when it first runs;
-            by default (or if that returns None) its class. Of several with one name the later ones get a
-            number.
+        name: what log and report call a model, or a function that says so of each GPTModel or HybridModel
+            (without what wraps it) when it first runs; by default, or if that returns None, its class. Of
+            several with one name the later ones get a number.
 
     Raises:
         TypeError: if `config` or `name` is anything else.
