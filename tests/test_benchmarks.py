@@ -80,7 +80,10 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
     ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
     ("replay", "last"): LAST,
-    ("paged_stash", "upstream"): {"HybridEP": REFUSED["error"], "NCCL-EP": ""},
+    ("paged_stash", "upstream"): {
+        **dict.fromkeys(("NCCL-EP, as megatron-core starts it", "NCCL-EP on one rank", "HybridEP"), ""),
+        "experts of the op fuser that mark what they save": REFUSED["error"],
+    },
     ("capture", "own"): dict.fromkeys(
         map(str, BENCHMARKS["capture"].HIDDEN), dict.fromkeys(BENCHMARKS["capture"].CAPACITIES, CAPTURE)
     ),
