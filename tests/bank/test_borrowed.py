@@ -12,6 +12,7 @@ import pytest
 import torch
 from bank_pair import WIDTH, Applies, Block, Pair, unowned, variant
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from megagraph import _C
@@ -97,6 +98,20 @@ def test_what_a_first_call_caches_is_kept_and_may_be_dropped(device: str) -> Non
     assert kept(pair) == [1, 0]
     cache.clear()
     assert not pair.bank.have_borrowed_moved()
+
+
+def test_what_is_traced_with_shapes_that_nobody_knows_is_no_tensor_that_is_read(
+    device: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: such a tensor has no number of bytes, and each op of a compiler left a line on standard error."""
+
+    def compiles(hidden: Tensor) -> Tensor:
+        make_fx(torch.sin, tracing_mode="symbolic")(torch.ones(WIDTH, device=hidden.device))
+        return hidden * 2
+
+    pair = Pair(device, [Applies(compiles), Block()]).capture()
+    assert pair.step() is None and kept(pair) == [0, 0]
+    assert "RecordFunction" not in capfd.readouterr().err
 
 
 def test_nothing_is_kept_of_sites_that_read_what_they_have(device: str) -> None:

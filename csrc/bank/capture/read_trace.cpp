@@ -18,8 +18,10 @@ namespace {
 std::recursive_mutex active_mutex;
 ReadTrace* active = nullptr;
 
+// A tensor of a compiler's, whose size nobody knows, has none.
 bool has_memory(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() && tensor.storage().nbytes() > 0;
+  return tensor.defined() && tensor.has_storage() &&
+         tensor.storage().sym_nbytes().maybe_as_int().value_or(0) > 0;
 }
 
 // Whether it is no stand-in for another tensor, as compilers and subclasses have.
