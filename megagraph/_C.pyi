@@ -298,7 +298,7 @@ class CaptureEdges(metaclass=_pybind11_type):
     ) -> SiteGraph: ...
 
 def free_if_unread(made: Tensor, taken: Tensor) -> bool:
-    """Frees memory that tensors keep for their history alone; csrc/torch/unread_memory.h."""
+    """Frees memory that tensors keep for their history alone; csrc/torch/storages.h."""
 
 def tensors_in(arguments: Mapping[str, Any]) -> list[Tensor]:
     """Every tensor of a call's arguments, also those inside containers and plain objects."""

@@ -172,9 +172,8 @@ def scalars(reports: Sequence[ModelReport], since: Sequence[ModelReport] = ()) -
             values["replay_share"] = values["replays"] / values["calls"]
         if values["replayed_rows"]:
             values["padding_share"] = values["padding_rows"] / values["replayed_rows"]
-        model = re.sub(r"[^\w.-]+", "_", report["model"]).strip(
-            "_"
-        )  # no writer replaces it in a way of its own
+        # No writer then replaces what it does not take in a way of its own.
+        model = re.sub(r"[^\w.-]+", "_", report["model"]).strip("_")
         found |= {f"megagraph/{model}/{what}": float(value) for what, value in values.items()}
     return found
 
