@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import megagraph
-from benchmarks.subjects.hosts import engines_spec as te_layer_spec
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec
 
 EXPERTS = 4
@@ -65,6 +64,13 @@ def spec_of(config: Any, kinds: str = "", pattern: str = "", *, engine: bool = F
         of_experts = {"num_experts": config.num_moe_experts, "is_grouped": config.moe_grouped_gemm}
         return block_spec(kinds, engine=engine, **of_experts, **given)
     return te_layer_spec(**given) if engine else megagraph.get_gpt_block_varlen_spec(config, **given)
+
+
+def te_layer_spec(**given: Any) -> Any:
+    """Megatron's layer of Transformer Engine's modules; takes what Megatron's function takes."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec(**given)
 
 
 def block_spec(
