@@ -153,6 +153,7 @@ for way, with_masks, others in (
         (
             *("top 1", "swiglu", "fused swiglu", "gated shared experts, allgather", "recomputed"),
             *("jitter", "global loss, per token", "gradients of their own", "inputs recomputed"),
+            "inputs recomputed, fused swiglu",
         ),
     ),
 ):
