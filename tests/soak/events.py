@@ -7,6 +7,7 @@ both twins, and `reasons` are those that it explains, from then on.
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -168,6 +169,9 @@ class Broken(Exception):
     """Raised in the middle of a step."""
 
 
+_BROKEN = itertools.count()
+
+
 def _raise(*_args: Any, **_kwargs: Any) -> None:
     raise Broken
 
@@ -182,6 +186,8 @@ def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """In its last micro-batch. What it has added to gradients is compared."""
     left, chunk = len(micros), trainer.chunk
     module = {"embedding": chunk.embedding, "layer": chunk.decoder.layers[-1]}.get(how)
+    # No capture runs it: a state that has not been before.
+    broken = {"_call_impl": _raise, "broken": next(_BROKEN)}
 
     def forward_step(data: Iterator[rig.Micro], model: Any) -> Any:
         nonlocal left
@@ -191,7 +197,7 @@ def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
         if how == "data":
             raise Broken
         if module is not None:
-            vars(module)["_call_impl"] = _raise
+            vars(module).update(broken)
         losses, reduce = rig.forward(model, next(data), trainer.device)
         if how == "forward":
             raise Broken
@@ -203,7 +209,8 @@ def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     with contextlib.suppress(Broken):
         rig.run_schedule(trainer.model, forward_step, micros, len(micros))
     if module is not None:
-        del vars(module)["_call_impl"]
+        for name in broken:
+            del vars(module)[name]
     return grads(chunk)
 
 
