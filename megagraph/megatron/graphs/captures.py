@@ -6,10 +6,10 @@ Does not decide which micro-batch replays, nor when to capture.
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
@@ -23,11 +23,10 @@ from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
 from megagraph.megatron.graphs.layers import BlockLayers
-from megagraph.megatron.graphs.variants import variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
-from megagraph.megatron.parallel.model_parallel import slots_face, slots_of
+from megagraph.megatron.parallel.model_parallel import has_experts, slots_face, slots_of
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch
 from megagraph.report import capture_progress
@@ -258,11 +257,16 @@ class Captures:
     def _variant(
         self, key: VariantKey, row_shape: tuple[int, ...], dtype: torch.dtype, params_type: type[Any]
     ) -> VariantSpec:
-        layers, tail = self.layers, self._config.tail
-        model, packs = layers.model, _C.CanonicalPacks(key, tail.extra_seqs)
-        assert key.capacity is not None
-        rows = self._tensor.rows(key.capacity.tokens)
+        """What the block is captured for; csrc/python/variant_layout.h says which buffers there are."""
+        layers, tail, capacity = self.layers, self._config.tail, key.capacity
+        assert capacity is not None
+        rows = self._tensor.rows(capacity.tokens)
         hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
+        freqs = self._dispatcher.freqs if key.by_token else None  # of each token, without rows
+        packs, config = _C.CanonicalPacks(key, tail.extra_seqs), layers.model.config
+        layout = packs.layout(
+            rows=rows, valid_tokens=self.valid_tokens, freqs=freqs, masks_tail=has_experts(config)
+        )
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
@@ -271,15 +275,37 @@ class Captures:
             with self._context.showing_size(key.cp_size), kept, tables:
                 yield
 
-        def arguments(*offsets: Any) -> Mapping[str, Any]:
-            params = packs.make(params_type, *offsets)
+        def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
+            own = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
+            documents, mask = own.get("seq_idx"), own.get("padding_mask")
+            index = None if documents is None else documents.view(1, capacity.tokens)
+            params = packs.make(params_type, own["actual"], own.get("padded"), index)
             _C.mark_canonical(params, by_token=key.by_token)
-            constants = self.arguments.of(key, params, hidden).values
-            return {"attention_mask": None, "packed_seq_params": params, **constants}
+            given = {"attention_mask": None, "packed_seq_params": params}
+            given |= self.arguments.of(key, params, hidden).values
+            if staged := tuple(it for name, it in own.items() if name.startswith("rotary_pos_emb.")):
+                given["rotary_pos_emb"] = staged if isinstance(freqs, tuple) else staged[0]
+            if mask is not None:
+                given["padding_mask"] = mask.view(1, rows)
+            return given
 
-        freqs = self._dispatcher.freqs if key.by_token else None
-        spec = variant_spec(key, model, hidden, freqs, packs, self.valid_tokens, arguments)
-        return replace(spec, context=context)
+        mode = "training" if layers.model.decoder.training else "evaluation"
+        # What sets its graphs apart from those of plain training packs.
+        apart = "" if key.grad else "forward only", "with a padding mask" if key.has_mask else ""
+        return VariantSpec(
+            key=key,
+            name=", ".join(filter(None, (mode, *apart, str(capacity)))),
+            training=key.grad,
+            rows=rows,
+            row_shape=row_shape,
+            dtype=dtype,
+            metadata=dict(layout.metadata),
+            end_source=layout.end_source,
+            end_buffer=layout.end_buffer,
+            fewer_rows=layout.is_whole,
+            arguments=arguments,
+            context=context,
+        )
 
     # -- what graphs rely on ----------------------------------------------------------------------
 
