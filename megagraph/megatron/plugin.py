@@ -117,8 +117,7 @@ class Plugin:
             let_speak(True)
         with about(name), torch.inference_mode(False):  # its tensors are written later, in any mode
             graphs = GraphedModel(model, ddp, self.config, name)
-        if self._is_suspended:
-            graphs.changes.suspend()
+        graphs.changes.set_suspended(self._is_suspended)
         self._graphs[key_of(model)] = graphs
         self._when_gone(model, self._let_go, key_of(model))
         blocks: tuple[Any, Any] = model.decoder, getattr(model, "mtp", None)
@@ -268,17 +267,11 @@ class Plugin:
             graphs.at_step_boundary(is_skipped=_C.is_skipped())
         return True
 
-    def suspend(self) -> None:
-        """Runs every model eager until `resume()`, also those that are still to come."""
-        self._is_suspended = True
+    def set_suspended(self, is_suspended: bool) -> None:
+        """Runs every model eager as long as it is, also those that are still to come."""
+        self._is_suspended = is_suspended
         for graphs in self.all_graphs():
-            graphs.changes.suspend()
-
-    def resume(self) -> None:
-        """Replays again."""
-        self._is_suspended = False
-        for graphs in self.all_graphs():
-            graphs.changes.resume()
+            graphs.changes.set_suspended(is_suspended)
 
     def release(self) -> None:
         """Drops every graph of every model, and lets go of them and of all that runs from now on."""

@@ -63,9 +63,9 @@ def test_eager_micro_batches_between_graphed_ones_make_their_own(
 
     def around(_trainer: Any, index: int) -> contextlib.AbstractContextManager[None]:
         if index == STEPS - 2:
-            rig.the_plugin().suspend()
+            rig.the_plugin().set_suspended(True)
         elif index == STEPS - 1:
-            rig.the_plugin().resume()
+            rig.the_plugin().set_suspended(False)
         return contextlib.nullcontext()
 
     misfit = Micro(lengths=parallel_jobs.MISFIT)

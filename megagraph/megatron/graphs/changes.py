@@ -19,7 +19,6 @@ it more or fewer of them.
 """
 
 import gc
-import pickle
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -42,7 +41,7 @@ _DISAGREED, _MOVED = EagerReason.GROUP_DISAGREED, EagerReason.ADDRESS_MOVED
 _MOST_NAMED = 3  # values that have changed
 _MOST_DROPPED = 2  # times that graphs of a state may go for those of another one
 # A rank can capture, also what records gradients, and nothing is due.
-_IDLE: tuple[bool, bool, list[VariantKey]] = (True, True, [])
+_IDLE: tuple[bool, bool, set[VariantKey]] = (True, True, set())
 _PATIENCE = 20  # steps in which another rank cannot capture until this one says so
 
 
@@ -71,16 +70,11 @@ class Changes:
         self._has_said_full = False
         peers.what_changed = weakref.WeakMethod(self._what_changed)
 
-    def suspend(self) -> None:
-        """No replays until `resume()`."""
-        self.is_suspended = True
-        self._dispatcher.set_suspended(True)
-
-    def resume(self) -> None:
-        """Replays again; memory that moved meanwhile is captured anew at the next step boundary."""
-        self.has_resumed = self.has_resumed or self.is_suspended
-        self.is_suspended = False
-        self._dispatcher.set_suspended(False)
+    def set_suspended(self, is_suspended: bool) -> None:
+        """Nothing replays as long as it is; what moved meanwhile is captured anew at the next boundary."""
+        self.has_resumed = self.has_resumed or (self.is_suspended and not is_suspended)
+        self.is_suspended = is_suspended
+        self._dispatcher.set_suspended(is_suspended)
 
     # -- what has changed ------------------------------------------------------------------------
 
@@ -204,11 +198,9 @@ class Changes:
             # What others have met is captured here as well, so whatever keeps a capture back does so first.
             can_capture = can_capture and has_memory and not bank.holders()
             return self._due_on_all(due, can_capture=can_capture, has_gradients=has_gradients)
-        if self._peers.size == 1 or self._peers.agree_on(repr(sorted(map(repr, due)))):
-            return due
-        said = self._peers.gather(pickle.dumps(sorted(due), protocol=0).decode())
-        of_all = set.intersection(*({*pickle.loads(each.encode())} for each in said))
-        if not of_all:
+        wanted = [each or set() for each in self._peers.gather(due or None)]
+        of_all: set[VariantKey] = set.intersection(*wanted)
+        if any(wanted) and not of_all:
             log.warning("capture waits: ranks of the group want different graphs")
         return of_all
 
@@ -222,10 +214,8 @@ class Changes:
         """
         context = self._peers.context
         can_capture = can_capture and context.is_whole
-        here = can_capture, has_gradients, sorted(due) if can_capture else []
-        # Nothing is said as long as there is nothing to say, which costs little.
-        text = "" if here == _IDLE else pickle.dumps(here, protocol=0).decode()
-        said = [pickle.loads(each.encode()) if each else _IDLE for each in self._peers.gather(text)]
+        here = can_capture, has_gradients, {*due} if can_capture else set()
+        said = [each or _IDLE for each in self._peers.gather(None if here == _IDLE else here)]
         waiting = [str(rank) for rank, (can, _has_gradients, _kinds) in enumerate(said) if not can]
         wanted = {kind for _can, _has_gradients, kinds in said for kind in kinds}
         self._waited = self._waited + 1 if waiting and wanted and can_capture else 0

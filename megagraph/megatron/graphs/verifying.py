@@ -155,7 +155,7 @@ class Verifier:
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
             if self._peers.size > 1 and isinstance(error, torch.OutOfMemoryError):
                 raise
-            own = "" if isinstance(error, GroupGaveUp) else f"{type(error).__name__}: {error}"
+            own = None if isinstance(error, GroupGaveUp) else f"{type(error).__name__}: {error}"
             what = "; ".join(filter(None, self._peers.gather(own)))
             log.warning("graphs for %s could not be verified, and are used: %s", key.capacity, what)
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), what))

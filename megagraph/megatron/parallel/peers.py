@@ -15,7 +15,7 @@ A failure between two collectives of one layer cannot be healed: the others wait
 would in eager. Graphs that hold collectives are dropped before any group of their layers is destroyed.
 """
 
-import json
+import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,18 +88,18 @@ class HostGroup:
         found: list[int] = largest.tolist()
         return found
 
-    def gather(self, what: str) -> list[str]:
-        """What each of them says, in the order of ranks; it costs little if nobody says anything."""
+    def gather(self, what: object) -> list[Any]:
+        """What each of them says, in the order of ranks; it costs little if all say nothing: None."""
         if self.size == 1:
             return [what]
-        own = what.encode()
+        own = b"" if what is None else pickle.dumps(what)
         (longest,) = self.max_over_ranks([len(own)])
         if longest == 0:
-            return [""] * self.size
-        padded = torch.frombuffer(bytearray(own.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+            return [None] * self.size
+        padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
         said = [torch.empty_like(padded) for _ in range(self.size)]
         self._group().allgather([said], [padded]).wait()
-        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in said]
+        return [pickle.loads(bytes(each.tolist())) if each.any() else None for each in said]
 
     def agree_on(self, what: str) -> bool:
         """Whether all of them say the same."""
@@ -112,10 +112,10 @@ class HostGroup:
 
         Each would ask the others at other times, and wait for ever.
         """
-        own = json.dumps({name: repr(value) for name, value in options.items()})
-        if self.agree_on(own):
+        own = {name: repr(value) for name, value in options.items()}
+        if self.agree_on(repr(own)):
             return
-        said = [json.loads(each) for each in self.gather(own)]
+        said = self.gather(own)
         name = next(name for name in options if len({each.get(name) for each in said}) > 1)
         each = ", ".join(
             f"{it.get(name)} on rank {rank}" for rank, it in zip(sorted(self._ranks()), said, strict=True)

@@ -242,13 +242,13 @@ def reports() -> list[dict[str, Any]]:
 def suspend() -> None:
     """Runs every model eager until `resume()`; call it before weights or gradients are moved away."""
     if _plugin is not None:
-        _plugin.suspend()
+        _plugin.set_suspended(True)
 
 
 def resume() -> None:
     """Replays again; what moved is captured anew at the next step boundary."""
     if _plugin is not None:
-        _plugin.resume()
+        _plugin.set_suspended(False)
 
 
 # Graphs must be gone before process groups are: NCCL waits for them for ever.
