@@ -15,8 +15,7 @@ from megagraph.megatron import seams
 from megagraph.megatron.patch.inside_layers import (
     wrap_engine_attention,
     wrap_fused_rope,
-    wrap_key_rope,
-    wrap_query_rope,
+    wrap_mla_rope,
     wrap_rope,
 )
 from megagraph.packs.ops import RopeLayout
@@ -263,10 +262,11 @@ ANGLES = torch.randn(16, 1, 1, 8), torch.randn(16, 1, 1, 8)
 def rotated(offsets: Tensor | None, *cp: int, **further: Any) -> list[Callable[[], Any]]:
     """The rotation of queries, and that of keys and values."""
     query, kv, k_pe = (rows.clone() for rows in ROWS_OF_MLA)
-    of_query, of_keys = map(megatrons_of, (seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE))
+    of_both = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
+    of_query, of_keys = (wrap_mla_rope(seam, megatrons_of(seam)) for seam in of_both)
     return [
-        lambda: [wrap_query_rope(of_query)(query, *ANGLES, 4, 8, offsets, *cp, **further)],
-        lambda: wrap_key_rope(of_keys)(kv, k_pe, *ANGLES, 8, 4, 6, offsets, *cp, **further),
+        lambda: [of_query(query, *ANGLES, 4, 8, offsets, *cp, **further)],
+        lambda: of_keys(kv, k_pe, *ANGLES, 8, 4, 6, offsets, *cp, **further),
     ]
 
 

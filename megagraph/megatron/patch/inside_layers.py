@@ -16,25 +16,24 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from megagraph._C import is_by_token, is_canonical, with_tail_as_document
-from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam, is_megatrons_rope
+from megagraph.megatron.seams import MLA_QUERY_ROPE, Seam, is_megatrons_rope
 from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
 
 __all__ = [
-    *("documents_of_rows", "wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_key_rope"),
-    *("wrap_query_rope", "wrap_rope"),
+    *("documents_of_rows", "wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_mla_rope"),
+    "wrap_rope",
 ]
 
 _Function = Callable[..., Any]
-_Arguments = Mapping[str, Any]
 
 
 def _end_of_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
@@ -114,8 +113,11 @@ def wrap_fused_rope(original: _Function) -> _Function:
     return rotate
 
 
-def _wrap_mla(original: _Function, seam: Seam, ours: Callable[[_Arguments, Rotation], Any]) -> _Function:
-    """Wraps fused RoPE of multi-latent attention: ours for canonical packs if nothing further is asked."""
+def wrap_mla_rope(seam: Seam, original: _Function) -> _Function:
+    """Wraps fused RoPE of multi-latent attention, of queries or of keys with values, as that sees it.
+
+    Ours rotates canonical packs if nothing further is asked.
+    """
     signature = inspect.signature(original)
     offsets = next(name for name in seam.parameters if name.startswith("cu_seqlens"))
 
@@ -134,23 +136,11 @@ def _wrap_mla(original: _Function, seam: Seam, ours: Callable[[_Arguments, Rotat
             cp_size=given["cp_size"],
             cp_rank=given["cp_rank"],
         )
-        return ours(given, how)
+        if seam is MLA_QUERY_ROPE:
+            return rope_mla(given["t"], None, None, how)[0]
+        return rope_mla(None, given["kv"], given["k_pos_emb"], how, v_dim=given["v_dim"])
 
     return rotate
-
-
-def wrap_query_rope(original: _Function) -> _Function:
-    """Wraps `fused_apply_mla_rope_for_q` as multi-latent attention sees it."""
-    return _wrap_mla(original, MLA_QUERY_ROPE, lambda given, how: rope_mla(given["t"], None, None, how)[0])
-
-
-def wrap_key_rope(original: _Function) -> _Function:
-    """Wraps `fused_apply_mla_rope_for_kv` as multi-latent attention sees it."""
-    return _wrap_mla(
-        original,
-        MLA_KEY_ROPE,
-        lambda given, how: rope_mla(None, given["kv"], given["k_pos_emb"], how, v_dim=given["v_dim"]),
-    )
 
 
 def wrap_engine_attention(original: _Function) -> _Function:

@@ -85,8 +85,8 @@ def _wrap_all(plugin: Plugin) -> None:
     _wrap(seams.PREDICTION_FORWARD, of(forwards.wrap_prediction))
     _wrap(seams.ATTENTION_ROPE, inside_layers.wrap_rope)
     _wrap(seams.MLA_ROPE, inside_layers.wrap_rope)
-    _wrap(seams.MLA_QUERY_ROPE, inside_layers.wrap_query_rope)
-    _wrap(seams.MLA_KEY_ROPE, inside_layers.wrap_key_rope)
+    for seam in (seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE):
+        _wrap(seam, functools.partial(inside_layers.wrap_mla_rope, seam))
     if seams.has_engine():
         _wrap(seams.ENGINE_ATTENTION, inside_layers.wrap_engine_attention)
     if seams.FUSED_ROPE.function() is not None:
