@@ -208,7 +208,8 @@ class Captures:
         self.watch.expect_modules(self.layers.find_ineligible())
         self._leave_eager(self.layers.ineligible_in_group())
         plan = self.layers.plan
-        self.failures += [warned(note) for note in plan.notes if note not in self.failures]
+        for sentence in plan.notes:
+            self.note(sentence)
 
     def _has_sites_of_now(self) -> bool:
         """Whether the bank is of the sites that the layers have now."""
@@ -216,14 +217,11 @@ class Captures:
 
     def _leave_eager(self, layers: Mapping[int, Why]) -> None:
         for index, (reason, what) in layers.items():
-            sentence = f"{self.bank.specs[index].name} stays eager ({reason.name}): {what}"
-            if sentence not in self.failures:  # as it was of the bank before
-                self.failures.append(warned(sentence))
+            self.note(f"{self.bank.specs[index].name} stays eager ({reason.name}): {what}")
             self.bank.keep_eager(index, reason)
 
-    def note_unreplayed_plan(self) -> None:
-        """A micro-batch of a plan has leased a slot, and replayed nothing."""
-        sentence = "a plan's micro-batch has graphs, and replayed none"
+    def note(self, sentence: str) -> None:
+        """Says what stays eager, and reports it; once, as banks come and go."""
         if sentence not in self.failures:
             self.failures.append(warned(sentence))
 

@@ -254,7 +254,7 @@ class _Passage:
             graphs.verifier.keep_gradient(batch, out)
         else:
             if not self._has_replayed and batch.reason is None:
-                graphs.captures.note_unreplayed_plan()
+                graphs.captures.note("a plan's micro-batch has graphs, and replayed none")
             self.end()
         return cut
 
