@@ -114,11 +114,9 @@ def schedule_of(model: Any) -> StageSchedule:
     """What Megatron's schedules make of the stage that a model chunk is of."""
     config: Any = model.config
     stages: int = config.pipeline_model_parallel_size
-    if stages == 1:
-        return StageSchedule(has_expert_overlap=config.overlap_moe_expert_parallel_comm)
     return StageSchedule(
         stages=stages,
-        stage=model.pp_group.rank(),
+        stage=model.pp_group.rank() if stages > 1 else 0,
         chunks=config.virtual_pipeline_model_parallel_size or 1,
         group_size=config.microbatch_group_size_per_vp_stage,
         has_expert_overlap=config.overlap_moe_expert_parallel_comm,
@@ -142,9 +140,8 @@ def slots_face(model: Any, num_slots: int) -> bool:
 
     In a pipeline that may be another chunk's.
     """
-    config: Any = model.config
-    is_alone = config.pipeline_model_parallel_size == 1
-    return is_alone and num_slots == 2 and bool(config.overlap_moe_expert_parallel_comm)
+    schedule = schedule_of(model)
+    return schedule.stages == 1 and num_slots == 2 and schedule.has_expert_overlap
 
 
 def place_of(model: Any) -> str:
