@@ -115,7 +115,6 @@ GPT_FORWARD = Seam(_GPT, "GPTModel.forward", _OF_MODELS)
 # Asked in place of the forward under expert-parallel overlap.
 GPT_PLAN = Seam(_GPT, "GPTModel.build_schedule_plan", f"{_OF_MODELS} padding_mask")
 PLANNED_STEP = Seam("megatron.core.pipeline_parallel.combined_1f1b", "combined_forward_backward_step")
-_GPT_PREPROCESS = Seam(_GPT, "GPTModel._preprocess", "input_ids position_ids decoder_input packed_seq_params")
 BLOCK_FORWARD = Seam("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _OF_BLOCKS)
 # Hybrid models since 0.18.
 HYBRID_FORWARD = Seam("megatron.core.models.hybrid.hybrid_model", "HybridModel.forward", _OF_MODELS)
@@ -389,7 +388,7 @@ def is_replaced(module: Any, seam: Seam) -> bool:
 # -- the installed release -----------------------------------------------------------------------
 
 _OF_ALL_MODELS = (
-    *(*SCHEDULES, GPT_FORWARD, _GPT_PREPROCESS, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE),
+    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE),
     *(*_CAPTURE_FLAGS, _RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
     *(DATA_AND_CONTEXT_GROUP, STAGE_GROUP, _HYBRID_GROUPS),
 )

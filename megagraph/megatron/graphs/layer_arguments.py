@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What layers are handed beside hidden states and pack: by variant, and which rotary tables graphs may read.
 
-It is the model's own answer, and not made here, since Megatron's options change from release to release. A
-model whose forward is not Megatron's runs as far as its decoder, once for each variant and without tokens or
-positions; what it hands over must then be the same in each micro-batch.
+It is the model's own answer, and not made here, since Megatron's options change from release to release: its
+forward runs as far as the decoder, once for each variant and without tokens or positions. What one that is
+not Megatron's hands over must then be the same in each micro-batch.
 
 Note [Where positions begin]
 Megatron makes a table of `max_seqlen` rows. Its unfused RoPE begins anew in each document, unless the table
@@ -101,29 +101,17 @@ class LayerArguments(dict[VariantKey, Constants]):
         return self.are_own
 
 
-# What `GPTModel._preprocess` returns after the hidden states, in order.
-_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
-
-
 def layer_constants(
     model: nn.Module, params: Any, hidden_states: Tensor, *, is_overridden: bool = False
 ) -> Mapping[str, Any]:
     """What a model calls its layers with for a pack, less the pack, its mask and the hidden states [T, 1, H].
 
-    Runs no layer and reads no values of the hidden states. A forward that is overridden is asked itself; what
-    Megatron's does is known. Raises `ValueError` if unfused RoPE has a table of another length than the pack
-    declares, so that where positions begin cannot be told.
+    Runs no layer and reads no values of the hidden states. Raises `ValueError` if unfused RoPE has a table of
+    another length than the pack declares, so that where positions begin cannot be told.
     """
     config: Any = model.config
-    preprocess: Any = getattr(model, "_preprocess", None)
-    if is_overridden or preprocess is None:
-        constants = _handed_to_decoder(model, params, hidden_states, is_overridden)
-    else:
-        _hidden, *tables = preprocess(
-            input_ids=None, position_ids=None, decoder_input=hidden_states, packed_seq_params=params
-        )
-        constants = dict(zip(_TABLES, tables, strict=False))
-    constants = {name: value for name, value in constants.items() if value is not None}
+    handed = _handed_to_decoder(model, params, hidden_states, is_overridden)
+    constants = {name: value for name, value in handed.items() if value is not None}
     table = constants.get("rotary_pos_emb")
     rows = table.size(0) if isinstance(table, Tensor) else params.max_seqlen_q
     if rows != params.max_seqlen_q and not config.apply_rope_fusion:
@@ -163,15 +151,12 @@ class _HandsBack:
 def _handed_to_decoder(
     model: nn.Module, params: Any, hidden_states: Tensor, is_overridden: bool
 ) -> dict[str, Any]:
-    """Of a model without `_preprocess`, or one whose forward need not use it.
-
-    The forward runs as far as the decoder, in place of which something else stands for so long.
-    """
+    """Runs a forward, overridden or Megatron's own, up to the decoder, for which something else stands."""
     forward = model.forward
-    if not is_overridden:  # a hybrid model
-        hybrid = hybrid_seams()
-        assert hybrid is not None
-        forward = types.MethodType(inspect.unwrap(hybrid[0].function()), model)
+    if not is_overridden:
+        seams = (GPT_FORWARD, *(hybrid_seams() or ()))
+        seam = next(seam for seam in seams if isinstance(model, seam.owner()))
+        forward = types.MethodType(inspect.unwrap(seam.function()), model)
     parameters = inspect.signature(forward).parameters.values()
     named = (each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
     given = {each.name: None for each in named if each.default is each.empty}
