@@ -24,7 +24,7 @@ __all__ = [
     *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "GPT_PLAN", "HYBRID_FORWARD"),
     *("HYBRID_STACK_FORWARD", "KEPT_BY_STACKS", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS"),
     *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS"),
-    *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD"),
+    *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD", "RNG_TRACKER"),
     *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
     *("called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
     *("hybrid_seams", "is_engine_attention", "is_megatrons_rope", "is_replaced", "made_in"),
@@ -144,7 +144,8 @@ _CAPTURE_FLAGS = tuple(
     Seam("megatron.core.transformer.cuda_graphs", name)
     for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
 )
-_RNG_TRACKER = Seam("megatron.core.tensor_parallel", "get_cuda_rng_tracker")
+# Asked for the tracker of random streams, which may be replaced at any time.
+RNG_TRACKER = Seam("megatron.core.tensor_parallel", "get_cuda_rng_tracker")
 
 
 def hybrid_seams() -> tuple[Seam, Seam] | None:
@@ -389,7 +390,7 @@ def is_replaced(module: Any, seam: Seam) -> bool:
 
 _OF_ALL_MODELS = (
     *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE),
-    *(*_CAPTURE_FLAGS, _RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
+    *(*_CAPTURE_FLAGS, RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
     *(DATA_AND_CONTEXT_GROUP, STAGE_GROUP, _HYBRID_GROUPS),
 )
 _OF_SOME_MODELS = (

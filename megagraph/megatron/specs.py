@@ -22,10 +22,6 @@ __all__ = [
     "with_grouped_experts",
 ]
 
-# How Megatron's distributed checkpoints call the norms that Transformer Engine fuses into a linear layer.
-_INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
-_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 _ATTENTION_PARTS = ("input_layernorm", "self_attention", "self_attn_bda")
 _MLP_PARTS = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
@@ -147,14 +143,17 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs).arguments
     given = {**bound.pop("kwargs", {}), **bound}
     layer = get_gpt_layer_varlen_spec(**{**given, "num_experts": None}).submodules
-    attention = _of_parts(layer, _ATTENTION_PARTS, sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS))
-    mlp = _of_parts(layer, _MLP_PARTS, sharded_state_dict_keys_map=dict(_MLP_NORM_KEYS))
+    # How Megatron's distributed checkpoints call norms that Transformer Engine fuses into a linear layer.
+    input_norm = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    mlp_norm = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    attention = _of_parts(layer, _ATTENTION_PARTS, sharded_state_dict_keys_map=input_norm)
+    mlp = _of_parts(layer, _MLP_PARTS, sharded_state_dict_keys_map=mlp_norm)
     projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mamba = MambaLayerSubmodules(
         norm=layer.input_layernorm,
         mixer=ModuleSpec(module=MambaMixer, submodules=projections),
         mamba_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=dict(_MAMBA_NORM_KEYS),
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
     layers: dict[str, Any] = {
         "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),

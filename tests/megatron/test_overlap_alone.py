@@ -117,7 +117,7 @@ def test_rows_that_were_dispatched_give_their_memory_back() -> None:
     chunk: Any = OverlapTrainer(overlaps=True).chunk
     for named, transient in ((), [0, 1]), (["moe_preprocess"], []):
         chunk.config.cuda_graph_modules = named
-        plan = BlockPlan(list(chunk.decoder.layers), scopes, contextlib.nullcontext)
+        plan = BlockPlan(chunk.decoder, scopes)
         assert [[*spec.transient] for spec in plan.specs] == [transient] * CALLS
 
 
@@ -138,7 +138,7 @@ def test_attention_whose_backward_comes_sooner_has_its_bits() -> None:
 def test_slots_share_what_is_dispatched_beside_layers_of_experts_alone(kinds: str) -> None:
     """A dense layer's backward of attention, if it comes sooner, waits for nobody who reads it."""
     chunk = OverlapTrainer(kinds, overlaps=True).chunk
-    plan = BlockPlan(list(chunk.decoder.layers), ("attn", "moe_router"), contextlib.nullcontext)
+    plan = BlockPlan(chunk.decoder, ("attn", "moe_router"))
     assert plan.facing().share_given_back == (kinds == "EE")
 
 
@@ -242,7 +242,7 @@ def test_a_layer_with_a_forward_of_a_hosts_is_refused() -> None:
     chunk = OverlapTrainer(overlaps=True).chunk
     for layer in chunk.decoder.layers:
         layer.forward = partial(layer.forward)
-    plan = BlockPlan(list(chunk.decoder.layers), ("attn",), contextlib.nullcontext)
+    plan = BlockPlan(chunk.decoder, ("attn",))
     assert plan.why_eager is not None and "does not run its forward" in plan.why_eager[1]
 
 

@@ -32,7 +32,7 @@ def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
     is_tes_own: bool, raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its attention refuses any other tracker while its flag is set."""
-    from megatron.core.tensor_parallel import random as streams
+    from megatron.core import tensor_parallel
 
     told: list[str] = []
 
@@ -45,8 +45,8 @@ def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.graph", graph)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", engine)
     tracker = CudaRNGStatesTracker() if is_tes_own else object()
-    monkeypatch.setattr(while_capturing, "rng_tracker_source", lambda: lambda: tracker)
-    monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(tensor_parallel.random, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
     with contextlib.suppress(ArithmeticError), while_capturing.capturing():
         assert told == (["start"] if is_tes_own else [])
         if raises:
@@ -60,7 +60,7 @@ class _Streams:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, graph_safe: bool) -> None:
         from megatron.core.tensor_parallel import random as streams
 
-        self.tracker = while_capturing.rng_tracker_source()()
+        self.tracker = streams.get_cuda_rng_tracker()
         self.module: Any = streams
         self.calls: list[str] = []
 
@@ -105,7 +105,7 @@ def test_random_streams_are_swapped_outside_of_a_stream_capture_only(
     streams = _Streams(monkeypatch, graph_safe=graph_safe)
     swapped, fixed = (["fork named", "get", "set 3"], "states"), ([], (None, None, None))
     is_captured = [False]
-    monkeypatch.setattr(while_capturing, "_in_capture", lambda: is_captured[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured[0])
     with pytest.raises(ArithmeticError), while_capturing.capturing():
         assert streams.use() == swapped  # in the warm-up, say
         is_captured[0] = True

@@ -28,6 +28,7 @@ from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.model_parallel import has_experts, slots_face, slots_of
 from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.seams import RNG_TRACKER
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch
 from megagraph.report import capture_progress
 
@@ -74,7 +75,7 @@ class Captures:
             holds_collectives=self._peers.size > 1,
             max_over_ranks=self._peers.max_over_ranks,
             run_eager_alike=self._peers.run_eager_alike,
-            trackers=[while_capturing.rng_tracker_source()],
+            trackers=[RNG_TRACKER.function()],
             guard=while_capturing.capturing,
             left_out=IGNORED_ATTRIBUTES,
             poison=self._config.poison,

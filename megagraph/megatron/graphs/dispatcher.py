@@ -99,11 +99,6 @@ class Dispatcher(_C.Dispatcher):
         """Capacities for packs that do not say by how many ranks they are shared."""
         return self.by_cp_size.get(self._context.size, ())
 
-    @property
-    def rows(self) -> int | None:
-        """Of every micro-batch; None if the number is free, or not known yet."""
-        return self.known[0].tokens if self.needs_equal_rows and self.known else None
-
     def check(self, rows: Callable[[int], int]) -> None:
         """Raises `ValueError` if the ranks of the model cannot run packs of these capacities.
 

@@ -24,7 +24,6 @@ from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.refusals import scopes_of
-from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, borders_of, is_ddp_hook
 from megagraph.megatron.parallel.groups import refused_for_groups
 from megagraph.megatron.parallel.peers import Peers
@@ -99,7 +98,7 @@ class BlockLayers:
         has_others = now != self._seen
         if has_others or self.plan.may_graph_more():
             self._seen = now
-            self._each = self.plan = BlockPlan(list(block.layers), self.scopes, block_context(block))
+            self._each = self.plan = BlockPlan(block, self.scopes)
             self.num_sites = len(self.specs)
             self._apart.clear()
             if has_others:

@@ -131,10 +131,10 @@ class GraphedModel:
             self.running = outer
 
     def require_rows(self, tokens: int, reason: EagerReason) -> None:
-        """Before a micro-batch runs as it was given: raises where other ranks run another number of rows."""
-        rows = self.dispatcher.rows
-        if rows is not None and self.refusal is None and self.entries.are_settled:
-            _C.require_rows(rows, tokens, reason)
+        """Before one runs as given of a model that needs equal rows: raises where other ranks run others."""
+        known = self.dispatcher.known
+        if known and self.refusal is None and self.entries.are_settled:
+            _C.require_rows(known[0].tokens, tokens, reason)
 
     def reason_against_rows(self) -> EagerReason | None:
         """Why no rows may be added where the model is entered; None where they may.

@@ -13,6 +13,7 @@ from torch import nn
 from megagraph.config import GraphConfig, graph_modules
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
+from megagraph.megatron import seams
 from megagraph.megatron.graphs.entry import Doors
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.context import unsupported_sharing
@@ -20,16 +21,6 @@ from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_r
 from megagraph.megatron.scopes.moe import EXPERTS, has_forced_routing, recomputes
 from megagraph.megatron.scopes.parts import MAMBA, experts_of, is_mamba
 from megagraph.megatron.scopes.rules import broken_rule, legal_scopes
-from megagraph.megatron.seams import (
-    PREDICTION_FORWARD,
-    ROUTER_FORWARD,
-    called_name,
-    has_mla,
-    is_replaced,
-    plans_free_what_one_expert_reads,
-    replaced_rope,
-    unfit,
-)
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of", "warm_up_of"]
 
@@ -157,7 +148,7 @@ def refusal_of(
     broken = broken_rule(config, scopes, list(block.layers)) or why_eager
     if broken is not None:
         return Refusal(reason=broken[0], sentence=broken[1])
-    rope = replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
+    rope = seams.replaced_rope(is_mla=seams.has_mla(model), is_fused=config.apply_rope_fusion)
     if rope is None:
         return None
     what = f"{rope} in place of Megatron's RoPE is not supported yet"
@@ -191,14 +182,14 @@ def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
     has_ranks = config.context_parallel_size > 1 or bool(options.cp_sizes)
     if has_ranks and getattr(model, "position_embedding_type", None) == "mrope":
         yield _set("multimodal RoPE with context parallelism", model, "position_embedding_type")
-    if (problem := unfit(model)) is not None:
+    if (problem := seams.unfit(model)) is not None:
         yield f"a model of which {problem}"
     prediction = getattr(model, "mtp", None)
     if prediction is not None and config.sequence_parallel:
         # Its losses are means over rows, of which the canonical pack has more.
         yield _set("multi-token prediction with sequence parallelism", config, "sequence_parallel")
-    if prediction is not None and is_replaced(prediction, PREDICTION_FORWARD):
-        yield f"multi-token prediction by {called_name(prediction.forward)}"
+    if prediction is not None and seams.is_replaced(prediction, seams.PREDICTION_FORWARD):
+        yield f"multi-token prediction by {seams.called_name(prediction.forward)}"
     yield from _unsupported_pattern(block)
     yield from _unsupported_modules(block)
     if config.context_parallel_size > 1:
@@ -226,7 +217,8 @@ def _unsupported_overlap(config: Any, block: Any, options: GraphConfig) -> Itera
         yield f"{overlap}with cp_sizes"
     if options.cuda_graph_granularity == "chunk":
         yield f"{overlap}with cuda_graph_granularity='chunk'"
-    if config.num_moe_experts == config.expert_model_parallel_size and plans_free_what_one_expert_reads():
+    has_one_each = config.num_moe_experts == config.expert_model_parallel_size
+    if has_one_each and seams.plans_free_what_one_expert_reads():
         yield _set(f"{overlap}with one expert a rank", config, "expert_model_parallel_size")
     if getattr(block, "final_layernorm", None) is not None and experts_of(block.layers[-1]) is None:
         what = f"{overlap}with a dense layer as the last, behind which Megatron leaves out the final norm"
@@ -288,6 +280,6 @@ def _unsupported_experts(config: Any, block: Any) -> Iterator[str]:
             yield _set(f"{told}, and recomputed", config, "recompute_modules")
         if config.tensor_model_parallel_size > 1:  # whose ranks have a share of the rows
             yield _set(told, config, "tensor_model_parallel_size")
-        if is_replaced(layer.router, ROUTER_FORWARD):
+        if seams.is_replaced(layer.router, seams.ROUTER_FORWARD):
             router = type(layer.router).__qualname__
             yield f"{told}, behind a forward of its own, in a router of class {router}"

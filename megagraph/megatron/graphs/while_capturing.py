@@ -13,40 +13,9 @@ import torch
 from torch import nn
 
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
-from megagraph.megatron.seams import stand_in
+from megagraph.megatron.seams import RNG_TRACKER, stand_in
 
-__all__ = ["block_context", "capturing", "rng_tracker_source", "step_kept"]
-
-
-def rng_tracker_source() -> Callable[[], Any]:
-    """What is asked for Megatron's tracker of random streams, which may be replaced at any time."""
-    from megatron.core import tensor_parallel
-
-    source: Callable[[], Any] = tensor_parallel.get_cuda_rng_tracker
-    return source
-
-
-def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What a capture has to enter around a layer, of what its block enters around all layers.
-
-    In a TransformerBlock under sequence parallelism that is a random stream of each rank. Where streams are
-    saved states, the block writes one into the default generator, whose graphs draw from whatever it holds
-    when they are replayed. Where they are generators, the block puts another one in its place, and a graph
-    keeps the one it was captured with.
-    """
-    from megatron.core.tensor_parallel import random as streams
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    config: Any = block.config
-    if not config.sequence_parallel or not isinstance(block, TransformerBlock):
-        return contextlib.nullcontext
-
-    def own_stream() -> Any:
-        tracker = rng_tracker_source()()  # may be replaced at any time
-        is_safe = streams.is_graph_safe_cuda_rng_tracker(tracker)
-        return tracker.fork() if is_safe else contextlib.nullcontext()
-
-    return own_stream
+__all__ = ["capturing", "step_kept"]
 
 
 @contextlib.contextmanager
@@ -84,7 +53,7 @@ def capturing() -> Iterator[None]:
     if cuda_graphs.is_graph_capturing():
         yield
         return
-    tracker = rng_tracker_source()()
+    tracker = RNG_TRACKER.function()()
     engine, engine_streams = (
         sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("graph", "distributed")
     )
@@ -106,8 +75,5 @@ def capturing() -> Iterator[None]:
 
 
 def _outside_of_captures(original: Callable[..., Any], instead: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: instead if _in_capture() else original(*args, **kwargs)
-
-
-def _in_capture() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+    is_inside = torch.cuda.is_current_stream_capturing
+    return lambda *args, **kwargs: instead if is_inside() else original(*args, **kwargs)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import EagerPart, Facing, Finish, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
+from megagraph.megatron import seams
 from megagraph.megatron.scopes import moe
 from megagraph.megatron.scopes.parts import (
     DENSE,
@@ -32,14 +33,11 @@ from megagraph.megatron.scopes.parts import (
     run_layer,
     why_not_halved,
 )
-from megagraph.megatron.seams import LAYER_FORWARD, ROUTING, called_name, is_replaced
 from megagraph.megatron.watch import weakly
 
 __all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
 
 PARTS: Sequence[LayerPart] = (*DENSE, moe.EXPERTS)
-
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def without_history(out: Any) -> Any:
@@ -82,13 +80,13 @@ class LayerStep:
 class BlockPlan:
     """The steps of a block, of which each layer has at most one site. Holds the layers weakly.
 
-    `scopes` are names of parts; none, and all that a layer has, is whole layers. `context` is entered around
-    each step of a capture, which runs layers without their block.
+    `scopes` are names of parts; none, and all that a layer has, is whole layers.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], scopes: Collection[str], context: Context) -> None:
+    def __init__(self, block: Any, scopes: Collection[str]) -> None:
+        layers: Sequence[nn.Module] = [*block.layers]
         self._layers = [weakref.ref(layer) for layer in layers]
-        self._context = context
+        self._context = _context_in(block)
         # Which layers, by their place, take and return what Mamba's do.
         self.mamba_layers = frozenset(index for index, layer in enumerate(layers) if is_mamba(layer))
         self.notes: list[str] = []  # what stays eager of layers that are graphed for the rest
@@ -185,7 +183,7 @@ class BlockPlan:
     def keys(self) -> list[Callable[[], Any]]:
         """What is part of the state that graphs are captured in: how hosts tell routers what to choose."""
         graphed = itertools.chain(*(parts for parts, _is_split in self._graphed.values()))
-        return [ROUTING.function] if any(part.routes for part in graphed) else []
+        return [seams.ROUTING.function] if any(part.routes for part in graphed) else []
 
     def eager_modules(self) -> list[nn.Module]:
         """What of the layers no site answers for."""
@@ -307,6 +305,25 @@ class BlockPlan:
         return forward
 
 
+def _context_in(block: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What a capture, which runs layers without their block, enters around each for it.
+
+    In a TransformerBlock under sequence parallelism that is a random stream of each rank. If streams are
+    generators, the block puts that one in the default generator's place, and a graph keeps the one it was
+    captured with. Saved states are written into the default one, from which graphs draw in any case.
+    """
+    from megatron.core.tensor_parallel.random import is_graph_safe_cuda_rng_tracker as is_safe
+
+    if not block.config.sequence_parallel or not isinstance(block, seams.BLOCK_FORWARD.owner()):
+        return contextlib.nullcontext
+
+    def own_stream() -> Any:
+        tracker = seams.RNG_TRACKER.function()()
+        return tracker.fork() if is_safe(tracker) else contextlib.nullcontext()
+
+    return own_stream
+
+
 def _joined(steps: Sequence[LayerStep]) -> LayerStep:
     """Some whole layers as one step."""
     if len(steps) == 1:
@@ -347,8 +364,8 @@ def _is_planned(layer: nn.Module) -> bool:
 
 def _unsupported(layer: nn.Module, parts: Sequence[LayerPart], is_split: bool) -> str | None:
     """Why a layer cannot run some parts in graphs, apart from the rest if it is split; or None."""
-    if _is_planned(layer) and is_replaced(layer, LAYER_FORWARD):
-        return f"expert-parallel overlap does not run its forward, {called_name(layer.forward)}"
+    if _is_planned(layer) and seams.is_replaced(layer, seams.LAYER_FORWARD):
+        return f"expert-parallel overlap does not run its forward, {seams.called_name(layer.forward)}"
     if is_split and (why := why_not_halved(layer)) is not None:
         return why
     return next((why for part in parts if (why := part.check(layer)) is not None), None)
