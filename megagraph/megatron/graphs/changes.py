@@ -85,36 +85,29 @@ class Changes:
         """
         if self.has_raised:
             self._clean_up()
-        of_model, watch = self._captures, self._captures.watch
+        of_model = self._captures
         plan = of_model.layers.plan
         # As in nearly every step and bare call. Only where Megatron calls them may layers stay joined.
         if (
             not runs_eager
             and of_model.layers.entries.are_megatrons
             and not of_model.bank.has_other_streams()
-            and watch.has_keys_of_now()
+            and of_model.watch.has_keys_of_now()
             and not (plan.refused and plan.may_graph_more())
             and self._dispatcher.is_unchanged()
         ):
             self._new_in_a_row = 0
             self.reason = self.gradients_reason = None
         else:
-            changed = None if runs_eager else of_model.what_changed()
-            is_away = not runs_eager and watch.are_gradients_away
-            said = self._local_state(has_changed=changed is not None)
-            self._agree(changed, said, is_away=is_away, runs_eager=runs_eager, captures=captures)
+            self._look_closer(runs_eager=runs_eager, captures=captures)
         self._dispatcher.keep_eager(self.reason, self.gradients_reason)
 
-    def _agree(
-        self,
-        changed: EagerReason | None,
-        said: Sequence[int],
-        *,
-        is_away: bool,
-        runs_eager: bool,
-        captures: bool,
-    ) -> None:
-        """Learns what keeps other ranks' steps eager, and drops the same graphs as they."""
+    def _look_closer(self, *, runs_eager: bool, captures: bool) -> None:
+        """Learns what keeps other ranks' steps eager as well, and drops the same graphs as they."""
+        watch = self._captures.watch  # a change may begin another one
+        changed = None if runs_eager else self._captures.what_changed()
+        is_away = not runs_eager and watch.are_gradients_away
+        said = self._local_state(has_changed=changed is not None)
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
         is_partial = changed is None or self._captures.have_only_gradients_moved()
         self.reason = None if is_partial else stops
@@ -132,8 +125,7 @@ class Changes:
         has_changed, is_eager_anywhere, is_without_anywhere, is_broken, *heard = self._peers.max_over_ranks(
             [*map(int, flags), *said]
         )
-        if said:
-            self._agree_on_state(heard)
+        self._agree_on_state(heard)
         # Of a rank that begins eager too: it might replay as soon as a skip, or a suspension, is over.
         if is_eager_anywhere and self.reason is None and self._peers.size > 1:
             self.reason = _DISAGREED
@@ -241,17 +233,13 @@ class Changes:
     def _local_state(self, *, has_changed: bool) -> Sequence[int]:
         """What this rank tells the others of its state, for `_agree_on_state()`.
 
-        If something that graphs rely on has changed, there may be other modules. Empty if nobody has to be
-        told, and the state is that of the last boundary.
+        If something that graphs rely on has changed, there may be other modules.
         """
         watch = self._captures.watch
         if has_changed:
             watch.follow_modules()
-        met = watch.whole_state(), _C.numeric_settings(self._captures.device)
-        if self._peers.size == 1 and self._states.is_met(*met):
-            self._new_in_a_row = 0
-            return ()
-        return self._states.local_state(self._peers.rank(), *met)
+        settings = _C.numeric_settings(self._captures.device)
+        return self._states.local_state(self._peers.rank(), watch.whole_state(), settings)
 
     def _agree_on_state(self, largest: Sequence[int]) -> None:
         """Learns the group's state from the largest of each value that a rank has said.
