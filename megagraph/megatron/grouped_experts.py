@@ -5,8 +5,7 @@ It is Megatron's `MoELayer` with another dispatcher and other experts: router, l
 bias, shared experts and recomputing are Megatron's. Needs neither Transformer Engine nor the plugin.
 
 Rows of padding are sorted behind all experts, where no product writes: they hold whatever the memory held,
-NaN at worst, until rows come back together, and are zeroed there, forward and backward. Rows go to their
-places and back by gathers, whose sums have one order; atomic additions would differ from run to run.
+NaN at worst, until rows come back together, and are zeroed there, forward and backward.
 """
 
 import functools

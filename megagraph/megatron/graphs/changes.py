@@ -13,9 +13,7 @@ numeric settings, lie beside each other in one bank; those of states that were n
 are dropped.
 
 Where packs are of several context-parallel sizes, each rank has met other sizes, and communicators in graphs
-want all ranks to capture the same. So what one has met in one size, all capture in every size. Inside of a
-step nobody votes: ranks that share a pack read the same one and decide alike, and others have other packs, be
-it more or fewer of them.
+want all ranks to capture the same. So what one has met in one size, all capture in every size.
 """
 
 import gc

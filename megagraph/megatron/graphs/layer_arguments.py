@@ -181,11 +181,10 @@ class MlaTables:
     """Rotary tables that multi-latent attention asks for inside of its layers, which live as graphs do.
 
     Each such attention has an embedding of its own and asks it for a table in every call, by the
-    `max_seqlen` of its pack. The answer comes from a cache of 32 tables over all layers and models: one that
-    was dropped is made anew, and the memory of the old one is somebody else's. So no graph may read a table
-    that the cache alone holds, and none may be made in a capture, whose memory the cache would hand to eager
-    calls. While layers are warmed up and captured, their embeddings answer with the tables that are kept
-    here: by variant, by embedding and by what it was asked; equal ones, as all layers have, are one.
+    `max_seqlen` of its pack. The answer comes from a cache of 32 tables over all layers and models. So no
+    graph may read a table that the cache alone holds, and none may be made in a capture, whose memory the
+    cache would hand to eager calls. While layers are warmed up and captured, their embeddings answer with
+    tables that are kept here: by variant, by embedding and by what it was asked; equal ones are one.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks the steps of a block in place of its layers, while a micro-batch replays.
 
-Megatron's loop over the layers costs 12 us a layer. So while a micro-batch replays, the block's `layers`
-are shadowed by one callable that runs them all, in one go if it can; the rest of the block's forward
-(its contexts, the final norm) stays Megatron's own. A block whose forward is not Megatron's may work on the
-hidden states between two layers. There each layer is replaced by itself, and what lies between sees as many
-rows as were given, and the pack as it was given.
+Megatron's loop over the layers costs 12 us a layer. So one callable stands in for them all, and runs them in
+one go if it can; the rest of the block's forward (its contexts, the final norm) stays Megatron's own. If that
+is not Megatron's, each layer is replaced by itself, and what lies between sees as many rows as were given,
+and the pack as it was given.
 """
 
 import contextlib

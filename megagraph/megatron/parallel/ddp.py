@@ -56,8 +56,7 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
     Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
     asks, so that the backward pass needs no GIL. There Python is entered when a bucket may be complete,
     and at the end of each autograd node. Each parameter is reported once, since DDP compares counts with
-    those of its first step, and in the order in which the backward pass reached them: buckets that are
-    complete are reduced, and a rank that runs eager beside this one reduces them in that order.
+    those of its first step, and in the order of the backward pass, as on a rank that runs eager.
     """
     group_of = _buckets(ddp, "overlap_grad_reduce")
     if ddp is None or not group_of:

@@ -3,16 +3,12 @@
 
 They are those that run the same packs (megagraph/megatron/parallel/groups.py, Note [Groups in a graph]), and
 replay and run eager together; or, if each pack says by how many ranks it is shared, all that may ever share
-one, of which those of one pack do so. What they ask each other are a few integers on the host, over
-gloo: nobody waits for a device. Ranks that share experts and run other packs learn their capacities so
+one, of which those of one pack do so. docs/architecture.md, Ranks, says what they ask each other, and when.
+Ranks that share experts and run other packs learn their capacities so
 (megagraph/megatron/graphs/dispatcher.py, Note [Equal rows]).
 
-They ask before each step, after each part of a warm-up or capture, and at its end: docs/architecture.md,
-Ranks, says what. In a warm-up also: has anybody drawn a random number, so that all run the site once more as
-eager would. Inside of a step only those ask who have to run eager what others may replay, in another group.
-
 A failure between two collectives of one layer cannot be healed: the others wait in the second one, as they
-would in eager. Graphs that hold collectives are dropped before any group of their layers is destroyed.
+would in eager.
 """
 
 import pickle

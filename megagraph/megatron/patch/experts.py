@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes rows of padding to no expert, in place of Megatron's routing.
 
-Megatron keeps rows that a padding mask names out of losses, and routes them like all others; there they take
-the place of tokens, if experts have only so many. Those past a pack's end are none of anybody's: they go
-to no expert. Acts in models that are not refused, and only if routers are given a mask.
+Megatron keeps rows that a padding mask names out of losses, and routes them like all others. Acts in models
+that are not refused, and only if routers are given a mask.
 
 A router that is told what to choose, or whose choices are recorded, is shown the rows that were given, since
 that is how many its host has choices for, or wants.
 
-Rows of padding are taken out between the choice of experts and the dropping of tokens: later, tokens would
-have been dropped for their sake, and a weight of zero would still take a place. So they are counted for no
-bias either, and reach no dispatcher; one that counts on `topk` experts for every row is told how many there
-are. Megatron's own count for the bias raises if there is a mask, and is repaired in every model.
+Rows of padding are taken out between the choice of experts and the dropping of tokens (docs/decisions.md). So
+they are counted for no bias either, and reach no dispatcher; one that counts on `topk` experts for every row
+is told how many there are. Megatron's own count for the bias raises if there is a mask, and is repaired in
+every model.
 """
 
 import contextvars
