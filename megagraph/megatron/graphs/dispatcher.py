@@ -114,19 +114,17 @@ class Dispatcher(_C.Dispatcher):
         for cp_size, capacities in self.by_cp_size.items():
             for capacity in capacities:
                 rows(capacity.tokens)
-                self._check_context(capacity, cp_size)
-
-    def _check_context(self, capacity: Capacity, cp_size: int) -> None:
-        if cp_size > 1 and capacity.tokens % 2:
-            raise ValueError(
-                f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
-                f"ranks share, got {capacity.tokens}"
-            )
-        if self._tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens * cp_size:
-            raise ValueError(
-                f"tail: {self._tail.value!r} makes a document as long as the tail, which needs a "
-                f"max_seqlen of {capacity.tokens * cp_size}, got {capacity.max_seqlen}"
-            )
+                whole, longest = capacity.tokens * cp_size, capacity.max_seqlen
+                if cp_size > 1 and capacity.tokens % 2:
+                    raise ValueError(
+                        f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
+                        f"ranks share, got {capacity.tokens}"
+                    )
+                if self._tail is not TailConvention.HIDDEN and longest < whole:
+                    raise ValueError(
+                        f"tail: {self._tail.value!r} makes a document as long as the tail, which needs a "
+                        f"max_seqlen of {whole}, got {longest}"
+                    )
 
     def needs(self) -> list[int]:
         """Of the packs that were observed, and of those to come: as `needs_of()`, or as the schedule says."""

@@ -20,8 +20,8 @@ from megagraph.megatron.seams import GPT_FORWARD
 from megagraph.modules.experts import linear_map
 
 __all__ = [
-    *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "shared_anew"),
-    *("slots_face", "slots_of", "splits"),
+    *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "slots_face"),
+    *("slots_of", "splits"),
 ]
 
 
@@ -33,26 +33,6 @@ def splits(given: int, wanted: int, rank: int, size: int) -> tuple[list[int], li
         return max(0, end - first)
 
     return [overlap(rank, peer) for peer in range(size)], [overlap(peer, rank) for peer in range(size)]
-
-
-def shared_anew(rows: Tensor, wanted: int, group: Any) -> Tensor:
-    """This rank's rows once every rank of a group has as many as are wanted.
-
-    Rows that are added are zero; rows that are dropped get a gradient of zero. Nothing is computed, rows move
-    only. Every rank of the group has as many, and calls this, and so its backward, equally often.
-    """
-
-    def moved(rows: Tensor, wanted: int) -> Tensor:
-        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-        sent, got = splits(rows.size(0), wanted, rank, size)
-        out = rows.new_empty(wanted, *rows.shape[1:])
-        out[sum(got) :].zero_()
-        mine = rows[: sum(sent)].contiguous()
-        distributed.all_to_all_single(out[: sum(got)], mine, got, sent, group=group)
-        return out
-
-    given = rows.size(0)
-    return linear_map(rows, lambda rows: moved(rows, wanted), lambda grad: moved(grad, given))
 
 
 class TensorRanks:
@@ -93,9 +73,20 @@ class TensorRanks:
     def share_anew(self, hidden_states: Tensor, tokens: int) -> Tensor:
         """This rank's rows [T, 1, H] of a pack that is made one of `tokens` physical tokens, at its end.
 
-        Hidden states that need a gradient need it on every rank of the group.
+        Rows that are added are zero; rows that are dropped get a gradient of zero. Hidden states that need a
+        gradient need it on every rank of the group, each of which calls this equally often.
         """
-        return shared_anew(hidden_states, self.rows(tokens), self._group())
+        given, wanted, group = hidden_states.size(0), self.rows(tokens), self._group()
+
+        def moved(rows: Tensor, wanted: int) -> Tensor:
+            sent, got = splits(rows.size(0), wanted, distributed.get_rank(group), self.size)
+            out = rows.new_empty(wanted, *rows.shape[1:])
+            out[sum(got) :].zero_()
+            mine = rows[: sum(sent)].contiguous()
+            distributed.all_to_all_single(out[: sum(got)], mine, got, sent, group=group)
+            return out
+
+        return linear_map(hidden_states, lambda rows: moved(rows, wanted), lambda grad: moved(grad, given))
 
 
 def has_experts(config: Any) -> bool:

@@ -69,7 +69,7 @@ def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., A
         routed = original(router, input[:rows], padding_mask, **further)
         if added:
             routed = tuple(functional.pad(each, (0, 0, 0, added)) for each in routed)
-            moe.mark_unrouted(routed[1])
+            setattr(routed[1], moe.UNROUTED, True)
         return routed
 
     return forward
@@ -86,7 +86,7 @@ def wrap_routing(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., 
             probs, routing_map = original(router, logits, padding_mask=padding_mask, **further)
         finally:
             _padding.reset(token)
-        moe.mark_unrouted(routing_map)
+        setattr(routing_map, moe.UNROUTED, True)
         return probs, routing_map
 
     return routing
@@ -120,7 +120,7 @@ def wrap_permuted_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess(dispatcher: Any, routing_map: Tensor) -> Any:
         counts = original(dispatcher, routing_map)
         is_constant = not isinstance(dispatcher.num_out_tokens, torch.Tensor)
-        if moe.may_have_unrouted(routing_map) and is_constant and not dispatcher.drop_and_pad:
+        if hasattr(routing_map, moe.UNROUTED) and is_constant and not dispatcher.drop_and_pad:
             # As Megatron does if tokens are dropped.
             dispatcher.num_out_tokens = routing_map.sum()
             dispatcher._maybe_update_cuda_sync_point("before_permutation_1")

@@ -29,8 +29,7 @@ from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
 
 __all__ = [
-    *("documents_of_rows", "wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_mla_rope"),
-    "wrap_rope",
+    *("wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_mla_rope", "wrap_rope"),
 ]
 
 _Function = Callable[..., Any]
@@ -171,24 +170,18 @@ def wrap_engine_attention(original: _Function) -> _Function:
     return forward
 
 
-def documents_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The document of each row, int32 [1, rows]; rows past the last offset have the number after the last.
-
-    Never waits for the device, and has the values of Megatron's. The first of the `offsets`, int32
-    [documents + 1], is 0.
-    """
-    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
-    return torch.searchsorted(offsets[1:], row, right=True, out_int32=True)[None]
-
-
 def wrap_documents(original: _Function) -> _Function:
-    """Wraps what a mixer asks for the documents of a pack's rows."""
+    """Wraps what a mixer asks for the document of each row, int32 [1, rows].
+
+    Ours never waits for the device; rows past the last offset have the number after the last document's.
+    """
 
     def create_packed_seq_idx(mixer: Any, packed_seq_params: Any, total_tokens: int) -> Any:
         padded = packed_seq_params.cu_seqlens_q_padded
         offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
         if not is_canonical(offsets):
             return original(mixer, packed_seq_params, total_tokens)
-        return documents_of_rows(offsets, total_tokens)
+        row = torch.arange(total_tokens, dtype=offsets.dtype, device=offsets.device)
+        return torch.searchsorted(offsets[1:], row, right=True, out_int32=True)[None]
 
     return create_packed_seq_idx

@@ -50,10 +50,9 @@ from megagraph.megatron.grouped_experts import is_grouped
 from megagraph.megatron.scopes.parts import MLP, LayerPart, Run, experts_of, in_mlp, run_mlp
 
 __all__ = [
-    *("DISPATCHED", "EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
+    *("DISPATCHED", "EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER", "UNROUTED"),
     *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "is_freed", "let_go_of"),
-    *("make_scale", "mark_unrouted"),
-    *("may_have_unrouted", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
+    *("make_scale", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
     "unsupported_routing",
 ]
 
@@ -92,17 +91,7 @@ def new_metrics_are_empty() -> Iterator[None]:
 
 
 _NOTHING = contextlib.nullcontext()
-_MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
-
-
-def mark_unrouted(routing_map: Tensor) -> None:
-    """Remembers of a map, bool [rows, experts], that it may route rows to no expert."""
-    setattr(routing_map, _MARK, True)
-
-
-def may_have_unrouted(routing_map: Tensor) -> bool:
-    """Whether that is remembered."""
-    return hasattr(routing_map, _MARK)
+UNROUTED = "_megagraph_routes_fewer"  # an attribute of maps that may route rows to no expert
 
 
 def _late_shared(layer: Any) -> None:
@@ -201,7 +190,7 @@ _Front = tuple[Tensor, Tensor, Tensor | None, Tensor]
 def _preprocess(layer: Any, before: Sequence[Tensor], preprocessing: Any = _NOTHING) -> _Front:
     """What comes between a router and the dispatch; `preprocessing` is around all of it."""
     normed, probs, routing_map, *shared, residual = before
-    mark_unrouted(routing_map)
+    setattr(routing_map, UNROUTED, True)
     with preprocessing:
         hidden, probs = layer.mlp.preprocess(normed, probs, routing_map)
     return hidden, probs, shared[0] if shared else None, residual
