@@ -27,7 +27,7 @@ __all__ = [
     *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD", "RNG_TRACKER"),
     *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
     *("called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
-    *("hybrid_seams", "is_engine_attention", "is_megatrons_rope", "is_replaced", "made_in"),
+    *("hybrid_seams", "is_megatrons_rope", "is_replaced", "made_in"),
     *("misfits", "moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
     *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
     *("router_losses_count_ranks", "stand_in", "unfit"),
@@ -226,11 +226,6 @@ def has_engine() -> bool:
         if importlib.util.find_spec("transformer_engine") is not None:
             return bool(importlib.import_module(ENGINE_ATTENTION.module).HAVE_TE)
     return False
-
-
-def is_engine_attention(module: nn.Module) -> bool:
-    """Whether a module is Transformer Engine's attention as Megatron wraps it, or derived from that."""
-    return has_engine() and isinstance(module, ENGINE_ATTENTION.owner())
 
 
 # -- experts -------------------------------------------------------------------------------------

@@ -16,12 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from megagraph import _C
 from megagraph.bank.sites import SiteSpec
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import EagerReason, Why
 
 __all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "keys_of", "watch", "weakly"]
 
 Key = Callable[[], Any]
-Ineligible = Mapping[int, tuple[EagerReason, str]]
 
 # Of each module, which is held weakly, by the number of their handle. They hold whatever they hold.
 _keys: weakref.WeakKeyDictionary[nn.Module, OrderedDict[int, Key]] = weakref.WeakKeyDictionary()
@@ -141,7 +140,7 @@ class LayerWatch(_C.ModuleWatch):
         super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs), _UNREAD_BUFFERS)
         self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
         self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
-        self._ineligible: Ineligible = {}
+        self._ineligible: Mapping[int, Why] = {}
         self.stay_eager = {*stay_eager}
         self.follow_modules()
 
@@ -205,13 +204,13 @@ class LayerWatch(_C.ModuleWatch):
         owners = [vars(owner) for owner in (*modules, *configs.values()) if hasattr(owner, "__dict__")]
         return {name for name in IGNORED_ATTRIBUTES if any(name in attributes for attributes in owners)}
 
-    def expect_modules(self, ineligible: Ineligible) -> None:
+    def expect_modules(self, ineligible: Mapping[int, Why]) -> None:
         """Before the first capture: expects the modules of now, their hooks, and layers that stay eager."""
         self._ineligible = ineligible
         self.expect_hooks()
         self.follow_modules()
 
-    def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
+    def what_changed(self, find_ineligible: Callable[[], Mapping[int, Why]]) -> EagerReason | None:
         """Why the graphs must not be replayed any more: moved memory, other modules, hooks.
 
         If hooks have changed it asks which layers no graph can replace now: Megatron's own come and go.

@@ -261,15 +261,11 @@ def _unsupported_experts(config: Any, block: Any) -> Iterator[str]:
     layers = [found for layer in block.layers if (found := experts_of(layer)) is not None]
     if not layers:
         yield _set(f"{experts}in layers of a foreign kind", config, "num_moe_experts")
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.token_dispatcher import (
-        MoEAllGatherTokenDispatcher,
-        MoEAlltoAllTokenDispatcher,
-    )
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
-    known = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, SortingDispatcher)
+    known = (MoEAllGatherTokenDispatcher, seams.DISPATCH_PREPROCESS.owner(), SortingDispatcher)
     for layer in layers:
-        if type(layer) is not MoELayer and not is_grouped(layer):
+        if type(layer) is not seams.EXPERT_FORWARD.owner() and not is_grouped(layer):
             yield f"{experts}in a layer of class {type(layer).__qualname__}"
         if type(layer.token_dispatcher) not in known:
             yield _set(f"{experts}with another dispatcher", config, "moe_token_dispatcher_type")

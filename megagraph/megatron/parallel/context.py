@@ -201,7 +201,8 @@ def unsupported_sharing(model: Any) -> Iterator[str]:
     """What of a model ranks cannot share packs in, in words."""
     found = (getattr(module, "core_attention", None) for module in model.modules())
     cores = [core for core in found if core is not None]
-    of_engine = [core for core in cores if seams.is_engine_attention(core)]
+    engines = (seams.ENGINE_ATTENTION.owner(),) if seams.has_engine() else ()
+    of_engine = [core for core in cores if isinstance(core, engines)]
     known = [core for core in of_engine if not seams.is_replaced(core, seams.ENGINE_ATTENTION)]
     foreign = [core for core in cores if not isinstance(core, VarlenAttention) and core not in known]
     for name in sorted({type(core).__name__ for core in foreign}):

@@ -337,9 +337,8 @@ def _copied_or_shared(layer: Any) -> Sequence[int]:
 
 
 def _permutes_before_dispatch(layer: nn.Module) -> bool:
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    return isinstance(getattr(experts_of(layer), "token_dispatcher", None), MoEAlltoAllTokenDispatcher)
+    permuting = seams.DISPATCH_PREPROCESS.owner()
+    return isinstance(getattr(experts_of(layer), "token_dispatcher", None), permuting)
 
 
 _LEAVE_OUT = "leave 'moe_preprocess' out of cuda_graph_modules"
