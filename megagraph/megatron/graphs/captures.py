@@ -32,8 +32,6 @@ from megagraph.megatron.seams import RNG_TRACKER
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch
 from megagraph.report import capture_progress
 
-__all__ = ["Captures"]
-
 
 class Captures:
     """The graphs of one model's layers, what they rely on, and the bank that holds them."""

@@ -15,8 +15,6 @@ from torch import nn
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
 from megagraph.megatron.seams import RNG_TRACKER, stand_in
 
-__all__ = ["capturing", "step_kept"]
-
 
 @contextlib.contextmanager
 def step_kept(module: nn.Module) -> Iterator[None]:

@@ -35,8 +35,6 @@ from megagraph.megatron.scopes.parts import (
 )
 from megagraph.megatron.watch import weakly
 
-__all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
-
 PARTS: Sequence[LayerPart] = (*DENSE, moe.EXPERTS)
 
 
