@@ -48,16 +48,6 @@ def _kind_of(step_graphs: Sequence[GraphedModel]) -> str:
     return "graphed" if may_replay else "eager"
 
 
-def _backward_thread(step_graphs: Sequence[GraphedModel]) -> contextlib.AbstractContextManager[object]:
-    """Around a schedule: lets backward passes run on the calling thread where replays are to be expected.
-
-    Handing them to autograd's own thread and waiting for it costs as much as autograd's call itself.
-    """
-    if _kind_of(step_graphs) == "eager":
-        return contextlib.nullcontext()
-    return torch.autograd.set_multithreading_enabled(False)
-
-
 class Plugin:
     """Models and steps."""
 
@@ -196,7 +186,11 @@ class Plugin:
                         graphs.look_around(models, kwargs.get("seq_length", 0))
                         graphs.at_step_boundary(is_skipped=_C.is_skipped())
                 is_measured = inside and not outer[0] and not kwargs.get("forward_only", False)
-                with self.clock.step(_kind_of(inside) if is_measured else None), _backward_thread(inside):
+                kind = _kind_of(inside)
+                with self.clock.step(kind if is_measured else None), contextlib.ExitStack() as outside:
+                    # To hand a backward to autograd's own thread costs as much as autograd's call itself.
+                    if kind == "graphed":
+                        outside.enter_context(torch.autograd.set_multithreading_enabled(False))
                     result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)
                 for graphs in ran:
@@ -222,10 +216,7 @@ class Plugin:
             self.leave_report()
 
     def before_groups_go(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps what destroys process groups: graphs that hold their collectives go first.
-
-        A model that goes on afterwards, with new groups, is captured again.
-        """
+        """Wraps what destroys process groups: graphs that hold their collectives go first."""
 
         def destroy(*args: Any, **kwargs: Any) -> Any:
             self._retire()

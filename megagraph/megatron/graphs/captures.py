@@ -145,10 +145,7 @@ class Captures:
         dtype: torch.dtype,
         params_type: type[Any],
     ) -> list[VariantSpec]:
-        """Variants for hidden states of a row shape and dtype and packs of a type, to be captured at once.
-
-        Settles which layers stay eager.
-        """
+        """Variants, to be captured at once: settles which layers stay eager."""
         if self.watch.is_watching and self.layers.are_kept_out_otherwise():
             self.reset()
         if not self.watch.is_watching:
@@ -308,18 +305,15 @@ class Captures:
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
+        self.have_only_gradients_moved = False
         if self.bank.has_other_streams() or self.bank.have_borrowed_moved():
             return EagerReason.ADDRESS_MOVED
         if self.layers.follow():
             self.reset()
             return EagerReason.PARAMETERS_CHANGED
-        return self.watch.what_changed(self.layers.find_ineligible)
-
-    def have_only_gradients_moved(self) -> bool:
-        """Whether that was all."""
-        bank = self.bank
-        have_others = bank.has_other_streams() or bank.have_borrowed_moved()
-        return self.watch.have_only_gradients_moved and not have_others
+        changed = self.watch.what_changed(self.layers.find_ineligible)
+        self.have_only_gradients_moved = self.watch.have_only_gradients_moved
+        return changed
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on, and what was captured is due."""

@@ -75,10 +75,7 @@ class Changes:
     # -- what has changed ------------------------------------------------------------------------
 
     def look(self, *, runs_eager: bool, captures: bool) -> None:
-        """Looks, and drops what must not be replayed any more.
-
-        `runs_eager`: the step does so in any case. `captures`: what is due is captured right afterwards.
-        """
+        """Before a step, which `runs_eager` or `captures` what is due: drops what must not be replayed."""
         if self.has_raised:
             self._clean_up()
         of_model = self._captures
@@ -105,7 +102,7 @@ class Changes:
         is_away = not runs_eager and watch.are_gradients_away
         said = self._local_state(has_changed=changed is not None)
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
-        is_partial = changed is None or self._captures.have_only_gradients_moved()
+        is_partial = changed is None or self._captures.have_only_gradients_moved
         self.reason = None if is_partial else stops
         self.gradients_reason = _MOVED if is_away else stops
         if self._peers.size > 1:  # a rank alone finds it in each micro-batch, and so need not ask
@@ -166,11 +163,7 @@ class Changes:
     # -- what is captured ------------------------------------------------------------------------
 
     def due_anywhere(self, can_capture: bool) -> set[VariantKey]:
-        """What is captured now, in the state of now and the same on all ranks.
-
-        What some of them alone want waits, as does all while a slot is held or memory is away. `can_capture`:
-        shapes are known on this rank.
-        """
+        """What all ranks capture now, in the state of now. `can_capture`: shapes are known on this rank."""
         bank, watch = self._captures.bank, self._captures.watch
         has_memory, has_gradients = watch.has_memory(grad=False), watch.has_memory(grad=True)
         # Graphs that are captured now would find others at their first call, where ranks cannot ask any more.
@@ -195,11 +188,7 @@ class Changes:
     def _due_on_all(
         self, due: Iterable[VariantKey], *, can_capture: bool, has_gradients: bool
     ) -> set[VariantKey]:
-        """Kinds that all ranks capture now, in every size; of which each asks equally often.
-
-        Where one of them cannot capture, nothing is due. Where the main gradients of one have no memory, none
-        of the kinds is that record gradients.
-        """
+        """Kinds that all ranks capture now, in every size; of which each asks equally often."""
         context = self._peers.context
         can_capture = can_capture and context.is_whole
         here = can_capture, has_gradients, {*due} if can_capture else set()
@@ -227,12 +216,9 @@ class Changes:
         self._agree_on_state(self._peers.max_over_ranks(self._local_state(has_changed=False)))
 
     def _local_state(self, *, has_changed: bool) -> Sequence[int]:
-        """What this rank tells the others of its state, for `_agree_on_state()`.
-
-        If something that graphs rely on has changed, there may be other modules.
-        """
+        """What this rank tells the others of its state, for `_agree_on_state()`."""
         watch = self._captures.watch
-        if has_changed:
+        if has_changed:  # there may be other modules
             watch.follow_modules()
         settings = _C.numeric_settings(self._captures.device)
         return self._states.local_state(self._peers.rank(), watch.whole_state(), settings)

@@ -170,10 +170,7 @@ class BlockLayers:
         return {**ineligible, **{index: self._wrong[name] for index, name in named if name in self._wrong}}
 
     def are_kept_out_otherwise(self) -> bool:
-        """Whether other layers than before the first capture must not be in a graph, or not be split.
-
-        For groups that they hold, or forwards that a host has set, here or on another rank.
-        """
+        """Whether other layers than before the first capture must be in no graph, here or on another rank."""
         (somebodys,) = self._peers.max_over_ranks([int(self._kept_out_now() != self._kept_out)])
         return bool(somebodys)
 

@@ -18,11 +18,7 @@ from megagraph.megatron.seams import RNG_TRACKER, stand_in
 
 @contextlib.contextmanager
 def step_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back what a step knows of itself and no layer does.
-
-    The flag by which Transformer Engine's modules know its first micro-batch, and metrics of experts that
-    nothing has been recorded in.
-    """
+    """Puts back the flag of Transformer Engine's first micro-batch, and metrics of experts that were none."""
     first = "is_first_microbatch"
     flags = [(child, getattr(child, first)) for child in module.modules() if hasattr(child, first)]
     make_scale(module)

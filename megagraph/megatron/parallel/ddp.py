@@ -38,10 +38,7 @@ def _buckets(ddp: nn.Module | None, *options: str) -> Mapping[Tensor, Any]:
 
 
 def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
-    """How many hooks Megatron's DDP keeps on the gradient accumulator of a parameter.
-
-    One whose gradient comes late has its hook on its module.
-    """
+    """How many hooks Megatron's DDP keeps on a parameter's accumulator; of a late gradient, on its module."""
     groups: Any = {} if ddp is None else ddp.param_to_bucket_group
     config: Any = getattr(ddp, "ddp_config", None)
     late = "skip_backward_post_hook" if getattr(config, "delay_wgrad_compute", False) else ""
@@ -117,11 +114,7 @@ class ParamSyncs:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """While inside, parameters stay as they are: gathers under way have ended, and no layer begins one.
-
-        What has been gathered and what has not stays so; a forward finishes it in its order, and starts the
-        next ones.
-        """
+        """While inside, parameters stay as they are: gathers have ended, and no layer begins one."""
         if not self._groups:
             yield
             return

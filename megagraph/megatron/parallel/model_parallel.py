@@ -122,10 +122,7 @@ def slots_of(model: Any, asked: int | None) -> int:
 
 
 def slots_face(model: Any, num_slots: int) -> bool:
-    """Whether two slots share memory: the schedule runs a forward beside the backward of the one before.
-
-    In a pipeline that may be another chunk's.
-    """
+    """Whether two slots share memory: a forward runs beside the backward of the same chunk."""
     schedule = schedule_of(model)
     return schedule.stages == 1 and num_slots == 2 and schedule.has_expert_overlap
 

@@ -101,10 +101,7 @@ class HostGroup:
         return largest == -least
 
     def compare(self, options: Mapping[str, object]) -> None:
-        """Raises `ValueError` on all of them if they have not the same options, naming one that differs.
-
-        Each would ask the others at other times, and wait for ever.
-        """
+        """Raises `ValueError` on all of them if they have not the same options, naming one that differs."""
         own = {name: repr(value) for name, value in options.items()}
         if self.agree_on(repr(own)):
             return

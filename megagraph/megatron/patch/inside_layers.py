@@ -109,10 +109,7 @@ def wrap_fused_rope(original: _Function) -> _Function:
 
 
 def wrap_mla_rope(seam: Seam, original: _Function) -> _Function:
-    """Wraps fused RoPE of multi-latent attention, of queries or of keys with values, as that sees it.
-
-    Ours rotates canonical packs if nothing further is asked.
-    """
+    """Wraps fused RoPE of multi-latent attention: ours for canonical packs if nothing further is asked."""
     signature = inspect.signature(original)
     offsets = next(name for name in seam.parameters if name.startswith("cu_seqlens"))
 

@@ -146,10 +146,7 @@ class BlockPlan:
         return found
 
     def no_longer_graphed(self) -> Mapping[int, Why]:
-        """Sites of layers that must not be split or graphed any more, by index: why.
-
-        Hosts set forwards at any time, and tell routers what to choose.
-        """
+        """Sites of layers that must not be split or graphed for what a host has set since, by index: why."""
         found: dict[int, Why] = {}
         for index, (parts, is_split) in self._graphed.items():
             layer = self._layers[index]()
