@@ -69,8 +69,7 @@ class Plugin:
         self.name_of: Callable[[Any], str | None] = lambda model: None  # see `install(name=...)`
         self._num_named: Counter[str] = Counter()  # models of each name so far
         self.gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
-        self._retired: list[dict[str, Any]] = []
-        self._retired_leases: dict[str, list[Lease]] = {}
+        self._retired: list[tuple[dict[str, Any], list[Lease]]] = []  # their reports and leases
         self._step_models: Sequence[nn.Module] = ()
         # That was made last in the step of a micro-batch: patch/overlap.py.
         self.last_pack: weakref.ref[Any] | None = None
@@ -142,20 +141,20 @@ class Plugin:
         self._outside.clear()  # models may have other layers by now
         while self.gone:
             graphs = self.gone.pop(0)
-            self._retired.append(graphs.report())
-            self._retired_leases[graphs.name] = graphs.captures.bank.leases()
+            self._retired.append((graphs.report(), graphs.captures.bank.leases()))
             graphs.captures.bank.release()
 
     def reports(self) -> list[dict[str, Any]]:
         """What every model did so far, also those that are gone. Waits for the device."""
         self._retire()
-        return [*self._retired, *(graphs.report() for graphs in self.all_graphs())]
+        return [report for report, _leases in self._retired] + [it.report() for it in self.all_graphs()]
 
     def leases(self) -> dict[str, list[Lease]]:
         """When slots were last leased, by the names of models that have several, gone ones included."""
         self._retire()
-        living = {graphs.name: graphs.captures.bank.leases() for graphs in self.all_graphs()}
-        return {name: leases for name, leases in {**self._retired_leases, **living}.items() if leases}
+        gone = ((report["model"], leases) for report, leases in self._retired)
+        living = ((graphs.name, graphs.captures.bank.leases()) for graphs in self.all_graphs())
+        return {name: leases for name, leases in (*gone, *living) if leases}
 
     def all_graphs(self) -> list[GraphedModel]:
         """The graphs of every model that is alive."""

@@ -13,13 +13,13 @@ import torch
 from megatron_rig import is_capturing
 from torch import nn
 
-from megagraph.megatron.graphs import while_capturing
+from megagraph.megatron.graphs.captures import capturing, step_kept
 
 
 def test_megatron_is_told_of_the_whole_capture_and_of_its_end() -> None:
     assert not is_capturing()
-    with pytest.raises(ArithmeticError), while_capturing.capturing():
-        with while_capturing.capturing():
+    with pytest.raises(ArithmeticError), capturing():
+        with capturing():
             assert is_capturing()
         assert is_capturing(), "the inner one has ended the outer one"
         raise ArithmeticError("an injected failure")
@@ -47,7 +47,7 @@ def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
     tracker = CudaRNGStatesTracker() if is_tes_own else object()
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
     monkeypatch.setattr(tensor_parallel.random, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
-    with contextlib.suppress(ArithmeticError), while_capturing.capturing():
+    with contextlib.suppress(ArithmeticError), capturing():
         assert told == (["start"] if is_tes_own else [])
         if raises:
             raise ArithmeticError("an injected failure")
@@ -106,7 +106,7 @@ def test_random_streams_are_swapped_outside_of_a_stream_capture_only(
     swapped, fixed = (["fork named", "get", "set 3"], "states"), ([], (None, None, None))
     is_captured = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured[0])
-    with pytest.raises(ArithmeticError), while_capturing.capturing():
+    with pytest.raises(ArithmeticError), capturing():
         assert streams.use() == swapped  # in the warm-up, say
         is_captured[0] = True
         assert streams.use() == (swapped if graph_safe else fixed)
@@ -121,7 +121,7 @@ def test_every_module_keeps_its_own_mode_and_gets_its_flag_of_the_first_micro_ba
     module[1][1].train()
     module[0].is_first_microbatch, module[1][1].is_first_microbatch = True, False
     modes = [child.training for child in module.modules()]
-    with pytest.raises(ArithmeticError), while_capturing.step_kept(module):
+    with pytest.raises(ArithmeticError), step_kept(module):
         assert [child.training for child in module.modules()] == modes
         module[0].is_first_microbatch, module[1][1].is_first_microbatch = False, True
         raise ArithmeticError("an injected failure")

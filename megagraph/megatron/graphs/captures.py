@@ -5,11 +5,12 @@ Does not decide which micro-batch replays, nor when to capture.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
@@ -19,7 +20,6 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log, warned
-from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
 from megagraph.megatron.graphs.layers import BlockLayers
@@ -28,7 +28,8 @@ from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.model_parallel import has_experts, slots_face, slots_of
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.megatron.seams import RNG_TRACKER
+from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
+from megagraph.megatron.seams import RNG_TRACKER, stand_in
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch
 from megagraph.report import capture_progress
 
@@ -74,7 +75,7 @@ class Captures:
             max_over_ranks=self._peers.max_over_ranks,
             run_eager_alike=self._peers.run_eager_alike,
             trackers=[RNG_TRACKER.function()],
-            guard=while_capturing.capturing,
+            guard=capturing,
             left_out=IGNORED_ATTRIBUTES,
             poison=self._config.poison,
             annotate=self._config.cuda_graph_nvtx,
@@ -265,7 +266,7 @@ class Captures:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
             decoder = layers.model.decoder  # looked up each time: variants must not keep it alive
-            kept, tables = while_capturing.step_kept(decoder), self._mla_tables.answering(decoder, key)
+            kept, tables = step_kept(decoder), self._mla_tables.answering(decoder, key)
             with self._context.showing_size(key.cp_size), kept, tables:
                 yield
 
@@ -329,3 +330,63 @@ class Captures:
         """Releases the graphs of some variants. Only if no slot is held."""
         self.bank.drop(keys)
         self._follow_variants()
+
+
+# -- while layers are captured -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def step_kept(module: nn.Module) -> Iterator[None]:
+    """Puts Transformer Engine's flag of a first micro-batch back; new metrics of experts are left empty."""
+    first = "is_first_microbatch"
+    flags = [(child, getattr(child, first)) for child in module.modules() if hasattr(child, first)]
+    make_scale(module)
+    try:
+        with new_metrics_are_empty():
+            yield
+    finally:
+        for child, flag in flags:
+            setattr(child, first, flag)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Tells Megatron and Transformer Engine, and leaves random streams as they are inside a stream capture.
+
+    Megatron's flag silences its DDP's hooks. Transformer Engine's is set with its own random streams only:
+    its attention refuses any other tracker meanwhile, even if nothing is dropped.
+
+    Megatron swaps the generator's state around some parts of a layer, which a capture refuses. A layer that
+    draws from a swapped stream, a named one or one that recomputing sets back, was found in its warm-up and
+    is not captured (megagraph/bank/rng.py); for the others, the swap is without effect.
+    """
+    from megatron.core.tensor_parallel import random as streams
+    from megatron.core.transformer import cuda_graphs
+
+    if cuda_graphs.is_graph_capturing():
+        yield
+        return
+    tracker = RNG_TRACKER.function()()
+    engine, engine_streams = (
+        sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("graph", "distributed")
+    )
+    with contextlib.ExitStack() as afterwards:
+        cuda_graphs._set_capture_start()
+        afterwards.callback(cuda_graphs._set_capture_end)
+        if engine and engine_streams and isinstance(tracker, engine_streams.CudaRNGStatesTracker):
+            engine.set_capture_start()
+            afterwards.callback(engine.set_capture_end)
+        swaps: Sequence[tuple[Any, str, Any]] = (  # and what is handed out in place of each
+            (streams.CudaRNGStatesTracker, "fork", contextlib.nullcontext()),
+            (streams, "_get_all_rng_states", (None, None, None)),
+            (streams, "_set_all_rng_states", None),
+        )
+        are_fixed = torch.cuda.is_available() and not streams.is_graph_safe_cuda_rng_tracker(tracker)
+        for owner, name, instead in swaps if are_fixed else ():
+            stand_in(afterwards, owner, name, _outside_of_captures(getattr(owner, name), instead))
+        yield
+
+
+def _outside_of_captures(original: Callable[..., Any], instead: Any) -> Callable[..., Any]:
+    is_inside = torch.cuda.is_current_stream_capturing
+    return lambda *args, **kwargs: instead if is_inside() else original(*args, **kwargs)

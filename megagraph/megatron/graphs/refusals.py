@@ -69,14 +69,9 @@ _OVERLAP_UNSUPPORTED: Sequence[_Option] = (
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
 
-# Symbols of a HybridModel's layers.
-_HYBRID_SUPPORTED = ("*", "-", "+", "M", "E")
-_HYBRID_UNSUPPORTED = {
-    "G": "a gated delta net",
-    "D": "sparse attention",
-}
-# Those that must be of Megatron's class, or derived from it.
-_OF_KIND = {"M": ("Mamba", MAMBA), "E": ("experts", EXPERTS)}
+# Symbols of a HybridModel's layers; of some, what must be of Megatron's class, or derived from it.
+_HYBRID_SUPPORTED = {**dict.fromkeys("*-+"), "M": ("Mamba", MAMBA), "E": ("experts", EXPERTS)}
+_HYBRID_UNSUPPORTED = {"G": "a gated delta net", "D": "sparse attention"}
 # Ends of the names of modules that need offsets up to the last row, or states between documents.
 _MODULES_UNSUPPORTED = {
     "GatedDeltaNet": "a gated delta net",
@@ -229,8 +224,8 @@ def _unsupported_pattern(block: Any) -> Iterator[str]:
         at = f"({symbol!r} in the hybrid layer pattern)"
         if symbol not in _HYBRID_SUPPORTED:
             yield f"{_HYBRID_UNSUPPORTED.get(symbol, 'an unknown kind of layer')} {at}"
-        elif symbol in _OF_KIND and not _OF_KIND[symbol][1].is_in(layer):
-            yield f"{type(layer).__name__} as a layer of {_OF_KIND[symbol][0]} {at}"
+        elif (kind := _HYBRID_SUPPORTED[symbol]) is not None and not kind[1].is_in(layer):
+            yield f"{type(layer).__name__} as a layer of {kind[0]} {at}"
 
 
 def _unsupported_modules(block: nn.Module) -> Iterator[str]:
