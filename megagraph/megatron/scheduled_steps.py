@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the documents of each step into micro-batches of packs that ranks share in groups of several sizes.
-
-Trains nothing. Whether a model takes packs of several sizes is decided elsewhere.
-"""
-
-from __future__ import annotations
+"""Turns the documents of each step into micro-batches of packs that groups of several sizes share."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,7 +91,7 @@ class ScheduledSteps:
         self._groups = groups
         self._device = device
 
-    def __iter__(self) -> ScheduledSteps:
+    def __iter__(self) -> "ScheduledSteps":
         return self
 
     def __next__(self) -> list[MicroBatch]:

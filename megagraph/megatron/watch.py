@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What graphs rely on and that may change between steps: memory, modules, their state.
 
-Looks only; what follows from it is decided elsewhere. State that only its owner knows is what functions
-return that a host has named for modules.
+State that only its owner knows is what functions return that a host has named for modules.
 """
 
 import weakref

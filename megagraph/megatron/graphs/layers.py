@@ -7,8 +7,7 @@ They are joined before the first capture of a bank, as far as each can be graphe
 gradients ends that is reduced in the backward pass, or gathered in the forward pass.
 A site of several layers that cannot be captured, or is wrong, says nothing of the layer at fault. So its
 layers are captured again one by one, which names those at fault; these stay eager, and what is left is joined
-once more. Where no layer fails by itself they stay apart. Ranks that run the same packs hear of the same
-failures, and so join alike.
+once more. Where no layer fails by itself they stay apart.
 """
 
 import itertools

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a whole model eager, by name. Reads the model's config and modules; changes nothing.
-
-Mixtures of experts run on canonical packs if their router lets rows past the pack's end go.
-"""
+"""What keeps a whole model eager, by name. Reads the model's config and modules; changes nothing."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps real micro-batches for graphs to be verified on, and says which layers' graphs are wrong.
-
-megagraph/bank/verify.py compares; what follows from it is decided elsewhere.
-"""
+"""Keeps real micro-batches for graphs to be verified on, and says which layers' graphs are wrong."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence

@@ -5,8 +5,8 @@ Of T rows, rank r of n tensor-parallel ones has those from r*T/n on. Rows are ad
 last one of the last rank, so that the others have other owners, and rows are handed round.
 
 What a caller hands in between the layers (`decoder_input`) or takes out there (`output_processor`) is shared
-out by the pack as it was given, and the layers' rows by the capacity, so that rows are handed round for these
-alone. A stage of a pipeline, whose rows other stages see, takes packs that fill their capacity.
+out by the pack as it was given, and the layers' rows by the capacity. A stage of a pipeline, whose rows other
+stages see, takes packs that fill their capacity.
 """
 
 import weakref

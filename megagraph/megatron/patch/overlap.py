@@ -3,8 +3,7 @@
 
 Note [Plans]
 The combined 1F1B schedule calls no forward: it asks for a plan of each micro-batch, whose nodes, parts of
-layers, run beside those of another one's backward. What is decided is what a call would have decided
-(patch/decision.py). Steps that only go forward call the model.
+layers, run beside those of another one's backward. Steps that only go forward call the model.
 
 Nodes belong to one plan, and so to one micro-batch, whose passage binds them. The first node of a layer
 replays its site; what is left up to the dispatch is eager there. Dispatch, experts and combine are
@@ -31,9 +30,8 @@ keeps it for the norm of that layer, whose graph reads what was staged.
 
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
 
-The `forward_step` of Megatron's own script makes a pack, and asks for the plan without it: documents would
-attend to each other. If the pack that was made last in the step of a micro-batch still lives and is of just
-as many rows, with no attention mask in its place, it was left out.
+The `forward_step` of Megatron's own script makes a pack, and asks for the plan without it. If the pack that
+was made last in the step of a micro-batch still lives and is of just as many rows, it was left out.
 """
 
 import contextlib

@@ -30,9 +30,8 @@ Layers of experts keep tensors of a call with their history beyond its end, and 
 Where a step raised its backward will not come, and such a tensor would keep a slot until then.
 
 Metrics that a host replaces between steps are memory that has moved; the old ones are held until then, since
-graphs add to them. A layer whose `_forward_mlp`, or whose experts' forward, is not Megatron's is not taken
-apart: nobody knows what that does between the parts. Experts that are padded have a capacity of the canonical
-pack's rows, so that nothing in their graph depends on what was routed where.
+graphs add to them. Experts that are padded have a capacity of the canonical pack's rows, so that nothing in
+their graph depends on what was routed where.
 """
 
 import contextlib

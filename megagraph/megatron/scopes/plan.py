@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of each layer is graphed, and what stays eager: the steps of a block, from the names of scopes.
 
-A router that is told what to choose from the beginning leaves its experts eager behind graphed attention, and
-a sentence says so. One that is told later is another state, whose capture leaves its layer out.
+A router that is told what to choose from the beginning leaves its experts eager behind graphed attention. One
+that is told later is another state, whose capture leaves its layer out.
 """
 
 import contextlib

@@ -2,9 +2,7 @@
 """Which scopes may be named together, and with which options of a model. Reads; changes nothing.
 
 The rules R7 to R19 are those that Megatron has for its own graphs, and checks only where these are switched
-on; M1 to M4 are ours alone. Ours are switched on elsewhere, so that each is checked here, when a model is
-first seen. docs/scopes.md has them as a table, with R13, which is `legal_scopes()`, and those
-about `cuda_graph_impl`, which must be `none`; an error says so (`check_graph_options()`).
+on; M1 to M4 are ours alone. docs/scopes.md has them as a table, with R13, which is `legal_scopes()`.
 """
 
 import itertools
