@@ -153,7 +153,7 @@ class GraphedModel:
             self.unlearned = None
         if params is None or hidden_states is None:
             return
-        if self.tensor.shards_sequence:
+        if self.tensor.shards_sequence and self.refusal is None:
             self._arguments.include(table, params, hidden_states)
         tokens, awaited = self.tensor.num_tokens(hidden_states), self.entries.awaited
         is_by_token = self.dispatcher.look_for_freqs(table, params, tokens)
