@@ -69,7 +69,7 @@ class Captures:
         """Begins a bank, whose counters go on from those of another one."""
         layers = self.layers
         self.watch = layers.new_watch(stay_eager)
-        self._param_syncs = ParamSyncs(layers.ddp, layers.specs)
+        self._param_syncs = ParamSyncs(layers.ddp(), layers.specs)
         options = BankOptions(
             holds_collectives=self._peers.size > 1,
             max_over_ranks=self._peers.max_over_ranks,
@@ -129,7 +129,7 @@ class Captures:
         self.failures += [said for said in self.bank.take_failures() if said not in self.failures]
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._follow_variants()
-        listen(self.bank, self.layers.ddp)
+        listen(self.bank, self.layers.ddp())
         shapes = "; ".join(dict.fromkeys(str(variant.key.capacity) for variant in variants))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)

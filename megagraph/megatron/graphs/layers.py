@@ -29,7 +29,7 @@ from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.parts import delaying
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.seams import called_name
-from megagraph.megatron.watch import LayerWatch, keys_of
+from megagraph.megatron.watch import LayerWatch, keys_of, weakly
 
 
 def found_anywhere(
@@ -51,7 +51,7 @@ class BlockLayers:
         self, model: nn.Module, ddp: nn.Module | None, peers: Peers, config: GraphConfig, entries: Entries
     ) -> None:
         self._model = weakref.ref(model)
-        self.ddp = ddp
+        self.ddp = weakly(ddp)  # Megatron's DDP around the model, as far as it is known and alive
         self._peers, self.entries = peers, entries
         # What of each layer is graphed; none for whole layers.
         self.scopes = scopes_of(model, config.cuda_graph_modules)
@@ -72,15 +72,6 @@ class BlockLayers:
         model = self._model()
         assert model is not None
         return model
-
-    @property
-    def ddp(self) -> nn.Module | None:
-        """Megatron's DDP around the model, as far as it is known and alive."""
-        return None if self._ddp is None else self._ddp()
-
-    @ddp.setter
-    def ddp(self, ddp: nn.Module | None) -> None:
-        self._ddp = None if ddp is None else weakref.ref(ddp)
 
     @property
     def specs(self) -> Sequence[SiteSpec]:
@@ -134,7 +125,7 @@ class BlockLayers:
             self.specs,
             other_params=outside,
             is_expected_hook=is_ddp_hook,
-            accumulator_hooks=accumulator_hooks(self.ddp),
+            accumulator_hooks=accumulator_hooks(self.ddp()),
         )
         return {**found, **self._kept_out_now(), **self.plan.refused}
 
@@ -188,7 +179,7 @@ class BlockLayers:
         self.plan = self._each
         left = self.ineligible_in_group()
         if self.entries.are_megatrons:
-            borders = borders_of(self.ddp, self.specs)
+            borders = borders_of(self.ddp(), self.specs)
             joined = self._each.joined(borders, {*left, *self._apart})
             if len(joined.specs) < self.num_sites:
                 self.plan = joined

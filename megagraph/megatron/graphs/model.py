@@ -31,6 +31,7 @@ from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
+from megagraph.megatron.watch import weakly
 
 # Options that change nothing of what ranks do together.
 _OF_A_RANK = ("progress", "poison", "report", "log_interval", "cuda_graph_nvtx")
@@ -250,12 +251,12 @@ class GraphedModel:
             self._layers.follow() or refusal.of_doors not in (None, entries.block)
         ):  # a host has taken back what has kept the model eager
             self.captures.reset()
-            self._look_for_refusal(model, self._layers.ddp)
+            self._look_for_refusal(model, self._layers.ddp())
             self._begin()
-        ddp = find_ddp(models, model) if self._layers.ddp is None else None
+        ddp = find_ddp(models, model) if self._layers.ddp() is None else None
         if ddp is None:
             return
-        self._layers.ddp = ddp
+        self._layers.ddp = weakly(ddp)
         captures = self.captures
         captures.failures.clear()  # of its hooks, which nobody expected
         self.captures.reset()
