@@ -30,15 +30,12 @@ from megagraph.megatron.parallel.model_parallel import has_experts, slots_face, 
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
 from megagraph.megatron.seams import RNG_TRACKER, stand_in
-from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.report import capture_progress
 
 
 class Captures:
     """The graphs of one model's layers, what they rely on, and the bank that holds them."""
-
-    bank: Bank  # the present one, on which the dispatcher begins micro-batches
-    watch: LayerWatch  # of what its graphs rely on
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class Captures:
         self._begin(former=None)
 
     def _begin(self, former: Bank | None, stay_eager: Collection[int] = ()) -> None:
-        """Begins a bank, whose counters go on from those of another one."""
+        """Begins a bank, whose counters go on from those of another one, and watches what it relies on."""
         layers = self.layers
         self.watch = layers.new_watch(stay_eager)
         self._param_syncs = ParamSyncs(layers.ddp(), layers.specs)
