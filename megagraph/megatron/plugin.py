@@ -12,11 +12,12 @@ from torch import nn
 
 from megagraph import _C
 from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import StageSchedule
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
-from megagraph.megatron.parallel.model_parallel import place_of, schedule_of
+from megagraph.megatron.parallel.model_parallel import schedule_of
 from megagraph.timeline import Lease, StepClock
 
 # What a module is known by while it lives: its address. Since Python 3.12 `id()` raises an audit event, for
@@ -96,7 +97,8 @@ class Plugin:
         return self._around.get(module)
 
     def _add(self, model: Any) -> GraphedModel:
-        ddp, name, stages = find_ddp(self._step_models, model), self._name(model), schedule_of(model)
+        ddp, stages = find_ddp(self._step_models, model), schedule_of(model)
+        name = self._name(model, stages)
         self._has_pipeline = self._has_pipeline or stages.stages > 1
         # The rank of a stage that is in the pipeline of rank 0 writes its report.
         if stages.stages > 1 and 0 in ranks_of(model.pp_group):
@@ -126,10 +128,11 @@ class Plugin:
         finalizer.atexit = False
         self._finalizers = [it for it in self._finalizers if it.alive] + [finalizer]
 
-    def _name(self, model: nn.Module) -> str:
+    def _name(self, model: Any, stages: StageSchedule) -> str:
         """As the user calls it, or its class; its place in a pipeline; a number for further such models."""
-        kind, place = self.name_of(model) or type(model).__name__, place_of(model)
-        kind = f"{kind} ({place})" if place else kind
+        kind = self.name_of(model) or type(model).__name__
+        chunk = f", chunk {model.vp_stage or 0}" if stages.chunks > 1 else ""
+        kind += f" (stage {stages.stage}{chunk})" if stages.stages > 1 else ""
         self._num_named[kind] += 1
         return kind if self._num_named[kind] == 1 else f"{kind} #{self._num_named[kind]}"
 
@@ -219,9 +222,11 @@ class Plugin:
 
         def destroy(*args: Any, **kwargs: Any) -> Any:
             self._retire()
-            group = args[0] if args else kwargs.get("group")
+            group = args[0] if args else kwargs.get("group")  # None is every group
             for graphs in self.all_graphs():
-                graphs.leave_group(group)
+                if graphs.peers.use(group):
+                    graphs.peers.leave(group)
+                    graphs.captures.reset()
             return original(*args, **kwargs)
 
         return destroy

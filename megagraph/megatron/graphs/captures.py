@@ -26,7 +26,7 @@ from megagraph.megatron.graphs.layers import BlockLayers
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
-from megagraph.megatron.parallel.model_parallel import has_experts, slots_face, slots_of
+from megagraph.megatron.parallel.model_parallel import has_experts, schedule_of, slots_of
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
 from megagraph.megatron.seams import RNG_TRACKER, stand_in
@@ -77,8 +77,10 @@ class Captures:
             poison=self._config.poison,
             annotate=self._config.cuda_graph_nvtx,
         )
-        slots = slots_of(layers.model, self._config.cuda_graph_slots)
-        facing = layers.plan.facing() if slots_face(layers.model, slots) else None
+        slots, schedule = slots_of(layers.model, self._config.cuda_graph_slots), schedule_of(layers.model)
+        # Two share memory if a forward runs beside the backward of the same chunk.
+        do_face = schedule.stages == 1 and slots == 2 and schedule.has_expert_overlap
+        facing = layers.plan.facing() if do_face else None
         steps = [step.step for step in layers.plan.steps]
         self.bank = Bank(steps, self.device, num_slots=slots, facing=facing, options=options, former=former)
         self._dispatch()
@@ -157,7 +159,10 @@ class Captures:
         keys = [variant.key for variant in variants]
         while True:
             self.bank.capture(variants, self._progress)
-            self._agree_on_variants()
+            sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)
+            are_fine = self._peers.max_over_ranks([Verdict.FINE]) == [Verdict.FINE]
+            if not are_fine or not self._peers.agree_on(repr(sealed)):
+                raise GroupGaveUp
             failing: Mapping[int, Why] = {
                 error.index: (error.reason, error.detail) for error in self.bank.failures
             }
@@ -225,13 +230,6 @@ class Captures:
         for spec in self.bank.specs:
             if spec.finish is not None and not spec.is_gone:
                 spec.finish.forget(spec.module)
-
-    def _agree_on_variants(self) -> None:
-        """Makes sure that every rank of the group sealed the same graphs."""
-        sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)
-        are_fine = self._peers.max_over_ranks([Verdict.FINE]) == [Verdict.FINE]
-        if not are_fine or not self._peers.agree_on(repr(sealed)):
-            raise GroupGaveUp
 
     def _abandon(
         self, why: str, error: Exception | None, variants: Iterable[VariantSpec], reason: EagerReason

@@ -235,8 +235,12 @@ class Changes:
         self._new_in_a_row = self._new_in_a_row + 1 if states.is_new else 0
         if states.is_new:
             self._name_what_changed()
-            if states.has_many():
-                self._forget_oldest_states()
+            if states.has_many():  # those with graphs stay, and are found again
+                gone = states.forget_oldest(self._due.states_with_graphs())
+                self._due.forget_states(gone)
+                for number in gone:
+                    self._made_new.pop(number, None)
+                    del self._times_dropped[number]
 
     def _what_changed(self) -> str:
         watch = self._captures.watch
@@ -269,14 +273,6 @@ class Changes:
                 self._most,
                 changed,
             )
-
-    def _forget_oldest_states(self) -> None:
-        """Those with graphs stay, and are found again."""
-        gone = self._states.forget_oldest(self._due.states_with_graphs())
-        for number in gone:
-            self._made_new.pop(number, None)
-            del self._times_dropped[number]
-        self._due.forget_states(gone)
 
     def follow_capture(self, is_first: bool) -> None:
         """After a capture, by which values may have settled: they are another name of the state of now.

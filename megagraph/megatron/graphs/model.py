@@ -393,12 +393,6 @@ class GraphedModel:
                 *(self._training_steps - interval + 1, self._training_steps, self.dispatcher.most_needed),
             )
 
-    def leave_group(self, group: Any) -> None:
-        """Drops every graph that holds collectives of a group that is about to go; None is every group."""
-        if self.peers.use(group):
-            self.peers.leave(group)
-            self.captures.reset()
-
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
         captures, bank = self.captures, self.captures.bank

@@ -46,10 +46,6 @@ class _Kept:
         """Whether a capacity holds it."""
         return self.shape.exceeds(capacity) is None and self.capacity in (None, capacity)
 
-    def has_rows(self) -> bool:
-        """Whether anybody reads any of its rows, on whichever rank: a wrong graph shows in no others."""
-        return bool(self.sources[0][-1] > 0)
-
     def take_grad(self, grad: Tensor) -> None:
         """A hook of the block's output."""
         self.grad = grad.detach().clone()
@@ -171,7 +167,8 @@ class Verifier:
         own = self._kept.get(key.replace(state=0))
         others = (kept for other, kept in reversed(self._kept.items()) if other.kind == family)
         fitting = (kept for kept in others if kept.fits(capacity))
-        return next((kept for kept in (own, *fitting) if kept is not None and kept.has_rows()), None)
+        # A wrong graph shows in rows that somebody reads, on whichever rank.
+        return next((it for it in (own, *fitting) if it is not None and it.sources[0][-1] > 0), None)
 
     def _note_unverified(self, bank: Bank, key: VariantKey, sites: Mapping[int, str]) -> None:
         """Takes note of the sites of a variant, by index, that have graphs and were not compared, and why."""

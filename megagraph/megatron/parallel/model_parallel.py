@@ -119,18 +119,3 @@ def slots_of(model: Any, asked: int | None) -> int:
     needed = schedule.most_in_flight[model.vp_stage or 0]
     asked = needed if asked is None else asked
     return asked if schedule.stages == 1 else min(asked, needed)
-
-
-def slots_face(model: Any, num_slots: int) -> bool:
-    """Whether two slots share memory: a forward runs beside the backward of the same chunk."""
-    schedule = schedule_of(model)
-    return schedule.stages == 1 and num_slots == 2 and schedule.has_expert_overlap
-
-
-def place_of(model: Any) -> str:
-    """Which stage and chunk it is, for people: "stage 1, chunk 0"; empty without a pipeline."""
-    schedule = schedule_of(model)
-    if schedule.stages == 1:
-        return ""
-    stage = f"stage {schedule.stage}"
-    return stage if schedule.chunks == 1 else f"{stage}, chunk {model.vp_stage or 0}"
