@@ -43,12 +43,6 @@ def is_cuda_graph_skipped() -> bool:
     return _C.is_skipped()
 
 
-def _kind_of(step_graphs: Sequence[GraphedModel]) -> str:
-    """What a training step is going to be for the most part."""
-    may_replay = not _C.is_skipped() and any(graphs.may_replay_training for graphs in step_graphs)
-    return "graphed" if may_replay else "eager"
-
-
 class Plugin:
     """Models and steps."""
 
@@ -188,10 +182,11 @@ class Plugin:
                         graphs.look_around(models, kwargs.get("seq_length", 0))
                         graphs.at_step_boundary(is_skipped=_C.is_skipped())
                 is_measured = inside and not outer[0] and not kwargs.get("forward_only", False)
-                kind = _kind_of(inside)
+                may_replay = not _C.is_skipped() and any(graphs.may_replay_training for graphs in inside)
+                kind = "graphed" if may_replay else "eager"  # for the most part
                 with self.clock.step(kind if is_measured else None), contextlib.ExitStack() as outside:
                     # To hand a backward to autograd's own thread costs as much as autograd's call itself.
-                    if kind == "graphed":
+                    if may_replay:
                         outside.enter_context(torch.autograd.set_multithreading_enabled(False))
                     result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)

@@ -193,7 +193,12 @@ class _Passage:
                 out, front = self._replay(self._loop.steps_of(index), node, hidden_states)
                 if front is not None:
                     self._let_go[index] = let_go_of(mixture)
-                    return _hand_on(node, *front(layer, out))
+                    # For the other nodes what Megatron's own first one would leave.
+                    rows, probs, shared, residual = front(layer, out)
+                    node.layer_state.residual = node.detach(residual)
+                    if shared is not None:
+                        node.layer_state.shared_expert_output = node.detach(shared)
+                    return rows, probs
                 attended = out
             if attended is None and index == 0:
                 hidden_states = batch.pad(hidden_states)
@@ -281,11 +286,3 @@ def _run(submodule: _Function, mixture: Any, node: Any, hidden_states: Tensor) -
     with contextlib.ExitStack() as afterwards:
         stand_in(afterwards, mixture, "route", functools.partial(mixture.route, padding_mask=mask))
         return submodule(node, hidden_states)
-
-
-def _hand_on(node: Any, rows: Tensor, probs: Tensor, shared: Tensor | None, residual: Tensor) -> Any:
-    """Leaves for the other nodes of a layer what Megatron's own first one would."""
-    node.layer_state.residual = node.detach(residual)
-    if shared is not None:
-        node.layer_state.shared_expert_output = node.detach(shared)
-    return rows, probs
