@@ -138,16 +138,12 @@ class BlockLayers:
 
     def _with_late_hooks(self) -> Mapping[int, Why]:
         """Those whose late gradients somebody but DDP waits for."""
-        hooks = [
-            (index, hook)
+        return {
+            index: (EagerReason.FOREIGN_HOOK, f"hook {called_name(hook)} on gradients that come late")
             for index, spec in enumerate(self.specs)
             for module in (delaying(spec.modules()) if spec.finish is not None else ())
             for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ())
             if not is_ddp_hook(hook)
-        ]
-        return {
-            index: (EagerReason.FOREIGN_HOOK, f"hook {called_name(hook)} on gradients that come late")
-            for index, hook in hooks
         }
 
     def ineligible_in_group(self) -> Mapping[int, Why]:

@@ -182,9 +182,8 @@ class Verifier:
         assert key.capacity is not None
         actual, physical = (kept.sources[which].cpu().long() for which in (0, int(key.form.has_padded)))
         held = torch.arange(int(physical[-1]))
-        if key.cp_size > 1:
-            rank = self._context.rank(key.cp_size)
-            held = thd_partition_indices(physical.int(), len(held), key.cp_size, rank).long()
+        if (group := self._context.of_size(key.cp_size)) is not None:
+            held = thd_partition_indices(physical.int(), len(held), key.cp_size, group.rank()).long()
         document = torch.searchsorted(physical[1:], held, right=True)
         rows = (held - physical[document] < actual.diff()[document]).nonzero().flatten()
         count = self._tensor.rows(key.capacity.tokens)

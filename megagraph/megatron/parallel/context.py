@@ -142,11 +142,6 @@ class ContextRanks:
         groups = {size: (self.of_size(size),) for size in self.sizes}
         return {**groups, self.size: (*groups[self.size], self.own_group())}
 
-    def rank(self, cp_size: int) -> int:
-        """This rank's place in its group of a size."""
-        group = self.of_size(cp_size)
-        return 0 if group is None else group.rank()
-
     def known(self) -> Iterable[_Group]:
         """The groups of several sizes, as far as there are any."""
         return () if self._of_sizes is None else self._of_sizes.known().values()
