@@ -159,8 +159,8 @@ class GraphBank(metaclass=_pybind11_type):
     def num_slots(self) -> int: ...
     @property
     def most_in_flight(self) -> int: ...
-    def last_leases(self) -> list[tuple[int, bool, int, int]]:
-        """Slot, whether for training, when it was leased and freed (0 while held), in ns since 1970."""
+    def last_leases(self) -> list[tuple[int, bool, float, float | None]]:
+        """Slot, whether for training, when it was leased and freed (None while held), in ms since 1970."""
 
     @property
     def slot_index(self) -> int: ...
@@ -346,21 +346,16 @@ class PassMemory(metaclass=_pybind11_type):
 def reserve(device_index: int, pool: tuple[int, int], num_bytes: int) -> None:
     """CUDA builds only: has a pool hold one free block of so many bytes for the current stream, at least."""
 
-class CudaCapture(metaclass=_pybind11_type):
-    """CUDA builds only."""
-
-    def __init__(
-        self,
-        pool: tuple[int, int],
-        generators: Sequence[torch.Generator],
-        scratch: PoolHold | None,
-        lent: tuple[int, int],
-        memory: PassMemory | None,
-    ) -> None: ...
-    def begin(self) -> None: ...
-    def end(self) -> Executable: ...
-    def close(self) -> None: ...
-    def abort(self) -> None: ...
+def capture_work(
+    pool: tuple[int, int],
+    generators: Sequence[torch.Generator],
+    scratch: PoolHold | None,
+    lent: tuple[int, int],
+    memory: PassMemory | None,
+    body: Callable[[], None],
+    give_back: Callable[[], None],
+) -> Executable:
+    """CUDA builds only: csrc/bank/capture/cuda_capture.h."""
 
 class Capacity(metaclass=_pybind11_type):
     """What one captured variant can hold.

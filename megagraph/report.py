@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run did, for people and for programs: counters to a table, to JSON, to TensorBoard scalars.
+"""What a run does, for people and for programs: how long steps take; counters to JSON and to scalars.
 
-Counts nothing itself. A model's report is the plain dictionary that the Megatron floor makes.
+A model's report is the plain dictionary that the Megatron floor makes; megagraph/cli/reports.py shows it.
 """
 
+import contextlib
 import errno
 import json
 import os
 import platform
 import re
 import stat
+import statistics
 import sys
 import tempfile
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
@@ -21,130 +25,66 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 import megagraph
 from megagraph.log import rank
-from megagraph.timeline import Lease
 
 __all__ = [
-    *(
-        "capture_progress",
-        "check_target",
-        "is_replaced_by",
-        "path_of_report",
-        "path_of_stage",
-        "read_leases",
-        "read_report",
-    ),
-    *("STANDARD_OUTPUT", "report_table", "report_text", "scalars", "versions", "write_report"),
+    *("FORMAT", "STANDARD_OUTPUT", "ModelReport", "StepClock", "capture_progress", "check_target"),
+    *("is_replaced_by", "path_of_report", "path_of_stage", "quartiles", "report_text", "scalars"),
+    *("versions", "write_report"),
 ]
 
 ModelReport = Mapping[str, Any]
 
 STANDARD_OUTPUT = Path("-")
 FORMAT = 2  # of the document; the first one did not say its own
-# Further than any clock has run.
-_FAR_MS = 1e15
+_MOST_STEPS = 1000  # of each kind: the last ones
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+class StepClock:
+    """Measures training steps of each kind, such as eager and graphed ones, and waits for no device.
+
+    On the host, which is what graphs shorten, and from the begin of one to that of the next of its kind.
+    """
+
+    def __init__(self) -> None:
+        some: Any = partial(deque[float], maxlen=_MOST_STEPS)
+        self._host: dict[str, deque[float]] = defaultdict(some)
+        self._between: dict[str, deque[float]] = defaultdict(some)
+        self._last: tuple[str, float] | None = None  # if it was one, and nothing has run since
+
+    @contextlib.contextmanager
+    def step(self, kind: str | None) -> Iterator[None]:
+        """Around a step; None if it is not to be measured."""
+        begin, last = time.perf_counter(), self._last
+        self._last = None
+        if kind is None:
+            yield
+            return
+        if last is not None and last[0] == kind:
+            self._between[kind].append(begin - last[1])
+        yield
+        self._host[kind].append(time.perf_counter() - begin)
+        self._last = kind, begin
+
+    def report(self) -> dict[str, Any]:
+        """Of each kind the number of steps, and quartiles in ms; null without two of them."""
+        return {
+            kind: {
+                "steps": len(host),
+                "host_ms": quartiles(host),
+                "step_ms": quartiles(self._between[kind]),
+            }
+            for kind, host in self._host.items()
+        }
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_capacity(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_count(value.get(key)) for key in ("tokens", "num_seqs"))
-
-
-# What each key must hold: in words, and as a check.
-_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "model": ("a string", lambda value: isinstance(value, str)),
-    "calls": ("a count", _is_count),
-    "replays": ("a count", _is_count),
-    "eager": ("counts by reason", lambda it: isinstance(it, dict) and all(map(_is_count, it.values()))),
-    "capacities": (
-        "a list with tokens and num_seqs of each",
-        lambda it: isinstance(it, list) and all(map(_is_capacity, it)),
-    ),
-    "capture_seconds": ("a number", _is_number),
-    "padding_share": ("a number or null", lambda value: value is None or _is_number(value)),
-}
-
-
-def report_table(reports: Sequence[ModelReport]) -> Table:
-    """One column for each model: calls, replays, eager calls by reason, padding, capture."""
-    # As Text: failures hold foreign words, and rich takes those in brackets for its markup.
-    table = Table(title="megagraph", show_lines=False)
-    table.add_column("")
-    for report in reports:
-        table.add_column(Text(str(report["model"])), justify="right")
-    for label, cell in _rows(reports):
-        table.add_row(Text(label), *(Text(cell(report)) for report in reports))
-    return table
-
-
-def _rows(reports: Sequence[ModelReport]) -> Iterator[tuple[str, Callable[[ModelReport], str]]]:
-    """What each row says, and of a report."""
-    yield "layer calls", lambda it: f"{it['calls']:,}"
-    yield "  replayed", lambda it: _share(it["replays"], it["calls"])
-    for reason in dict.fromkeys(reason for report in reports for reason in report["eager"]):
-        yield f"  eager: {reason}", partial(_eager, reason)
-    yield "padding share of replays", lambda it: _percent(it["padding_share"])
-    yield "capture", lambda it: f"{it['capture_seconds']:.2f} s"
-    yield "capacities", lambda it: "\n".join(map(_capacity, it["capacities"])) or "-"
-    if any(report.get("cuda_graph_modules") for report in reports):
-        yield "graphed of each layer", lambda it: ", ".join(it.get("cuda_graph_modules", [])) or "all"
-    if any(report.get("sites", report.get("layers")) != report.get("layers") for report in reports):
-        yield "layers", lambda it: str(it.get("layers", "-"))
-        yield "sites of them", lambda it: str(it.get("sites", "-"))
-    if any(report.get("slots", 1) > 1 for report in reports):
-        yield "slots", lambda it: str(it.get("slots", "-"))
-        yield "most in flight", lambda it: str(it.get("most_in_flight", "-"))
-    if any(report.get("cp_sizes") for report in reports):
-        yield "micro-batches by ranks", lambda it: _of_sizes(it.get("cp_sizes", {})) or "-"
-    if any(report.get("failures") for report in reports):
-        yield "stays eager", lambda it: "\n".join(it.get("failures", []))
-    if any(map(_unverified, reports)):
-        yield "not verified", lambda it: "\n".join(_unverified(it))
-
-
-def _eager(reason: str, report: ModelReport) -> str:
-    return _share(report["eager"].get(reason, 0), report["calls"])
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part:,} ({part / whole:.1%})" if whole else "0"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _capacity(capacity: Mapping[str, int]) -> str:
-    ranks = f", {capacity['cp_size']} ranks" if "cp_size" in capacity else ""
-    return f"{capacity['tokens']} tokens, {capacity['num_seqs']} documents{ranks}"
-
-
-def _unverified(report: ModelReport) -> list[str]:
-    """The sites whose graphs are used without having been compared, a line for each variant and cause."""
-    found: dict[str, list[str]] = {}
-    for it in report.get("verification", {}).get("unverified_sites", []):
-        found.setdefault(f" ({it['variant']}): {it['why']}", []).append(it["site"])
-    more = {why: f" and {len(sites) - 1} more" if len(sites) > 1 else "" for why, sites in found.items()}
-    return [f"{sites[0]}{more[why]}{why}" for why, sites in found.items()]
-
-
-def _of_sizes(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Micro-batches by the ranks that share them, a line each."""
-    return "\n".join(
-        f"{size}: {', '.join(f'{count:,} {what}' for what, count in of_size.items())}"
-        for size, of_size in counts.items()
-    )
+def quartiles(seconds: Sequence[float]) -> list[float] | None:
+    """In ms; None without two of them."""
+    if len(seconds) < 2:
+        return None
+    return [1e3 * it for it in statistics.quantiles(seconds, n=4, method="inclusive")]
 
 
 def versions() -> dict[str, str | None]:
@@ -286,73 +226,6 @@ def path_of_stage(path: Path, stage: int) -> Path:
     if path == STANDARD_OUTPUT or not stage:
         return path
     return path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
-
-
-def read_report(path: Path) -> list[dict[str, Any]]:
-    """Reads what `write_report()` wrote, of all stages of a pipeline as far as their files are there.
-
-    Raises:
-        ValueError: naming the file, what was expected and what it holds.
-    """
-    return [model for document in _documents(path).values() for model in document["models"]]
-
-
-def read_leases(path: Path) -> dict[str, list[Lease]]:
-    """When slots were leased in the run that left a report, of all stages as far as their files are there.
-
-    Raises:
-        ValueError: naming the file, what was expected and what it holds.
-    """
-    found: dict[str, list[Lease]] = {}
-    for each, document in _documents(path).items():
-        leases = document.get("leases", {})
-        if not isinstance(leases, dict):
-            raise ValueError(f"{each}: leases: expected an object, got {leases!r}")
-        for name, some in leases.items():
-            wrong = [it for it in some if not _is_lease(it)] if isinstance(some, list) else [some]
-            if wrong:
-                expected = "lists of a slot, whether it was for training, begin and end in ms or null"
-                raise ValueError(f"{each}: leases.{name}: expected {expected}, got {wrong[0]!r}")
-            found[name] = [Lease(*it) for it in some]
-    return found
-
-
-def _is_lease(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != len(Lease._fields):
-        return False
-    slot, grad, begin, end = value
-    end = begin if end is None else end
-    # JSON has NaN, Infinity and integers of any length, too.
-    are_moments = all(_is_number(it) and abs(it) < _FAR_MS for it in (begin, end))
-    return _is_count(slot) and isinstance(grad, bool) and are_moments and bool(begin <= end)
-
-
-def _documents(path: Path) -> dict[Path, dict[str, Any]]:
-    """A report, and those of further stages that lie beside it, by their files."""
-    found = {path: _read(path)}
-    stages = found[path].get("stages", 1)
-    further = (path_of_stage(path, stage) for stage in range(1, stages if _is_count(stages) else 1))
-    return found | {each: _read(each) for each in further if each.exists()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of JSON or UTF-8
-        raise ValueError(f"{path}: expected JSON, {error}") from error
-    if isinstance(document, dict) and document.get("format", FORMAT) != FORMAT:
-        raise ValueError(f"{path}: expected format {FORMAT} of a report, got {document['format']!r}")
-    models = document.get("models") if isinstance(document, dict) else None
-    if not isinstance(models, list):
-        raise ValueError(f"{path}: expected an object with a list 'models', as a run of megagraph leaves it")
-    for index, model in enumerate(models):
-        where = f"{path}: models[{index}]"
-        if missing := [key for key in _EXPECTED if not isinstance(model, dict) or key not in model]:
-            raise ValueError(f"{where}: expected the keys {', '.join(_EXPECTED)}, no {missing[0]}")
-        for key, (expected, is_right) in _EXPECTED.items():
-            if not is_right(model[key]):
-                raise ValueError(f"{where}.{key}: expected {expected}, got {model[key]!r}")
-    return document
 
 
 def capture_progress() -> Callable[[int, int, str], None]:

@@ -21,17 +21,8 @@ from pytest import CaptureFixture, MonkeyPatch
 from rich.console import Console
 
 from megagraph.cli import main
-from megagraph.report import (
-    check_target,
-    path_of_stage,
-    read_leases,
-    read_report,
-    report_table,
-    report_text,
-    scalars,
-    write_report,
-)
-from megagraph.timeline import Lease, draw_timeline
+from megagraph.cli.reports import Lease, draw_timeline, read_leases, read_report, report_table
+from megagraph.report import check_target, path_of_stage, report_text, scalars, write_report
 
 KEYS = ("model", "calls", "replays", "eager", "capacities", "capture_seconds", "padding_share")
 MODEL: dict[str, Any] = {

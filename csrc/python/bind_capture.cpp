@@ -104,19 +104,17 @@ void bind_cuda(py::module_& m) {
         return memory.bytes_of(PassMemory::Kind::kGivenBack);
       });
   m.def("reserve", &reserve, py::arg("device_index"), py::arg("pool"), py::arg("num_bytes"));
-  py::class_<CudaCapture>(m, "CudaCapture")
-      .def(py::init<MempoolId, const std::vector<at::Generator>&, std::shared_ptr<PoolHold>,
-                    MempoolId, std::shared_ptr<PassMemory>>(),
-           py::arg("pool"), py::arg("generators"), py::arg("scratch"), py::arg("lent"),
-           py::arg("memory"))
-      .def("begin", &CudaCapture::begin, py::call_guard<py::gil_scoped_release>())
-      .def("end",
-           [](CudaCapture& capture) {
-             const py::gil_scoped_release no_gil;
-             return ExecutableHandle{capture.end()};
-           })
-      .def("close", &CudaCapture::close, py::call_guard<py::gil_scoped_release>())
-      .def("abort", &CudaCapture::abort, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "capture_work",
+      [](MempoolId pool, const std::vector<at::Generator>& generators,
+         std::shared_ptr<PoolHold> scratch, MempoolId lent, std::shared_ptr<PassMemory> memory,
+         const std::function<void()>& body, const std::function<void()>& give_back) {
+        return ExecutableHandle{capture_work(pool, generators, std::move(scratch), lent,
+                                             std::move(memory), body, give_back)};
+      },
+      py::arg("pool"), py::arg("generators"), py::arg("scratch"), py::arg("lent"),
+      py::arg("memory"), py::arg("body"), py::arg("give_back"),
+      py::call_guard<py::gil_scoped_release>());
   m.def("capture_stream", &capture_stream, py::arg("device_index"));
   py::class_<PoolNote>(m, "PoolNote");
   m.def("take_note", &take_note, py::arg("device_index"), py::arg("pool"));

@@ -184,9 +184,11 @@ void bind_graph_bank(py::module_& m) {
       .def_property_readonly("most_in_flight", &GraphBank::most_in_flight)
       .def("last_leases",
            [](const GraphBank& bank) {
-             std::vector<std::tuple<int, bool, int64_t, int64_t>> found;
+             const auto ms = [](int64_t ns) { return static_cast<double>(ns) / 1e6; };
+             std::vector<std::tuple<int, bool, double, std::optional<double>>> found;
              for (const Lease& it : bank.last_leases()) {
-               found.emplace_back(it.slot, it.training, it.begin, it.end);
+               const auto end = it.end == 0 ? std::nullopt : std::optional(ms(it.end));
+               found.emplace_back(it.slot, it.training, ms(it.begin), end);
              }
              return found;
            })

@@ -102,37 +102,17 @@ class Backend:
         return 0
 
 
-class _Scratch:
-    """A pool of a device for what is temporary in the passes of all that have several slots.
-
-    See csrc/torch/pass_memory.h, Note [Scratch].
-    """
-
-    _by_device: ClassVar[weakref.WeakValueDictionary[int, _Scratch]] = weakref.WeakValueDictionary()
-
-    def __init__(self, index: int) -> None:
-        self.hold = _C.PoolHold(index, torch.cuda.graph_pool_handle())
-        self.users: weakref.WeakSet[CudaBackend] = weakref.WeakSet()
-
-    @classmethod
-    def used_by(cls, backend: CudaBackend) -> _Scratch:
-        """That of the backend's device, which is gone with its last user and the graphs over it."""
-        index = backend.device.index
-        scratch = cls._by_device.get(index) or cls(index)
-        cls._by_device[index] = scratch
-        scratch.users.add(backend)
-        return scratch
-
-
 class CudaBackend(Backend):
     """Captures CUDA graphs on one process-wide side stream, into one private pool for each slot.
 
-    Where there are several slots what is temporary comes from a pool that all backends of the device share.
-    `generators` is asked at each capture for what its work may draw from beside the device's default
-    generator; each must be safe under capture.
+    Where there are several slots what is temporary comes from a pool that all backends of the device share
+    (csrc/torch/pass_memory.h, Note [Scratch]). `generators` is asked at each capture for what its work may
+    draw from beside the device's default generator; each must be safe under capture.
     """
 
     runs_while_recording = False
+    # By device. The pool is gone with the last of them and the graphs over it.
+    _sharing: ClassVar[defaultdict[int, weakref.WeakSet[CudaBackend]]] = defaultdict(weakref.WeakSet)
 
     def __init__(self, device: torch.device, generators: Generators = tuple) -> None:
         if not _C.WITH_CUDA:
@@ -145,11 +125,14 @@ class CudaBackend(Backend):
         self._generators = generators
         self._stream = torch.cuda.ExternalStream(_C.capture_stream(index), device=self.device)
         self._pools: list[tuple[int, int]] = []
-        self._scratch: _Scratch | None = None
+        self._scratch: _C.PoolHold | None = None
 
     def add_pools(self, number: int) -> list[_C.PoolHold]:
         if number > 1 and self._scratch is None:
-            self._scratch = _Scratch.used_by(self)
+            index = self.device.index
+            scratch = next((it._scratch for it in self._sharing[index]), None)
+            self._scratch = scratch or _C.PoolHold(index, torch.cuda.graph_pool_handle())
+            self._sharing[index].add(self)
         pools = [torch.cuda.graph_pool_handle() for _ in range(number)]
         self._pools += pools
         return [_C.PoolHold(self.device.index, pool) for pool in pools]
@@ -188,19 +171,9 @@ class CudaBackend(Backend):
         give_back: Callable[[], None] = lambda: None,
         lent: int | None = None,
     ) -> _C.Executable:
-        scratch = None if memory is None or self._scratch is None else self._scratch.hold
+        scratch = None if memory is None else self._scratch
         given, other = (self._pools[pool if it is None else it] for it in (pool, lent))
-        capture = _C.CudaCapture(given, self._generators(), scratch, other, memory)
-        try:
-            capture.begin()
-            body()
-            executable = capture.end()
-            give_back()  # which the capture still sees
-            capture.close()
-            return executable
-        except BaseException:
-            capture.abort()
-            raise
+        return _C.capture_work(given, self._generators(), scratch, other, memory, body, give_back)
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:
         # Of several slots none has room for what is temporary, and what they share has none for the rest: in
@@ -237,7 +210,8 @@ class CudaBackend(Backend):
         held: Counter[tuple[int, int]] = Counter()
         for segment in torch.cuda.memory_snapshot():
             held[tuple(segment["segment_pool_id"])] += segment["total_size"]
-        shared = 0 if self._scratch is None else held[self._scratch.hold.pool] // len(self._scratch.users)
+        users = len(self._sharing[self.device.index])
+        shared = 0 if self._scratch is None else held[self._scratch.pool] // users
         return shared + sum(held[pool] for pool in self._pools)
 
     def most_bytes(self, *, anew: bool) -> int:

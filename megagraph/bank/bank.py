@@ -3,12 +3,6 @@
 
 Generic: `nn.Module`s that map one tensor to one tensor of as many rows, one after another. Knows nothing
 of Megatron, of packs, or of when to capture.
-
-A capture has four parts: every variant is warmed up, on memory that is given back before the first graph;
-with several slots, one more capture that is dropped shows what is temporary in each pass; all variants are
-captured, the largest one first, since the others then live in its memory; and all that this has changed is
-put back. No garbage is collected meanwhile: events and memory must not be freed on a stream that is being
-captured.
 """
 
 import contextlib
@@ -29,7 +23,6 @@ from megagraph.bank.rng import RngSources
 from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, Facing, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.timeline import Lease
 
 __all__ = ["Bank", "Progress"]
 
@@ -76,8 +69,8 @@ class Bank(_C.GraphBank):
         # Sites, by index, behind which something stays eager; -1 where it comes before the first one.
         self.gaps = frozenset(count - 1 for is_site, count in sites_so_far if not is_site)
         self.options = options
-        self.rng = RngSources(device, options.trackers)
-        # Whether trackers draw from other generators than the graphs, which must not be replayed then.
+        self.rng = RngSources(device, options.tracker)
+        # Whether the tracker draws from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
         self.backend = backend_for(device, self.rng.generators)
         slots, sites = range(num_slots), range(len(self.specs))
@@ -139,6 +132,7 @@ class Bank(_C.GraphBank):
         if holders := self.holders():
             raise RuntimeError(f"capture needs every slot to be free; still held: {holders}")
         order = [CapturedVariant(spec, self.num_slots) for spec in variants]
+        # The largest one first: the others then live in its memory.
         order.sort(key=lambda variant: (variant.spec.training, variant.spec.rows), reverse=True)
         self.rng.expect_streams()
         say, start = progress or (lambda *_said: None), time.perf_counter()
@@ -182,8 +176,8 @@ class Bank(_C.GraphBank):
             variant = CapturedVariant(spec, self.num_slots)
             before = self.backend.most_bytes(anew=True)
             with spec.context():
-                plan = self._warm_up(variant)
-            of_sites = [*(() if plan is None else plan.kept_bytes.values())]
+                self._warm_up(variant)
+            of_sites = [variant.kept_bytes[index] for index in self.graphable()]
             kept = max(kept, sum(of_sites))
             most = max(most, self.backend.most_bytes(anew=False) - before - max(of_sites, default=0))
         return kept * self.num_slots, most
@@ -205,16 +199,8 @@ class Bank(_C.GraphBank):
             again()
         return None
 
-    def _warm_up(self, variant: CapturedVariant) -> CapturePlan | None:
-        """Returns the plan that went through; None once no site is left."""
-
-        def attempt() -> CapturePlan:
-            plan = self._plan(variant, 0)
-            variant.saves, variant.reads = plan.warm_up()
-            return plan
-
-        variant.saves, variant.reads = {}, {}
-        return self._without_failing(attempt)
+    def _warm_up(self, variant: CapturedVariant) -> None:
+        self._without_failing(lambda: self._plan(variant, 0).warm_up())
 
     def _learn_memory(self, variant: CapturedVariant) -> None:
         """Captures a variant once, and drops it, to see what each pass allocates. Not of a single slot."""
@@ -231,13 +217,11 @@ class Bank(_C.GraphBank):
 
     def _capture_one(self, variant: CapturedVariant) -> None:
         def attempt() -> Sequence[Mapping[int, _C.SiteGraph]]:
-            plans = [self._plan(variant, slot) for slot in range(self.num_slots)]
-            by_slot = [
-                plan.capture(variant.memories, slot, self._kept_in[slot], self._given_back[slot])
-                for slot, plan in enumerate(plans)
+            memories, back = variant.memories, self._given_back
+            return [
+                self._plan(variant, slot).capture(memories, slot, self._kept_in[slot], back[slot])
+                for slot in range(self.num_slots)
             ]
-            variant.notes = [plan.notes for plan in plans]
-            return by_slot
 
         # Other sites hand on other tensors.
         by_slot = self._without_failing(attempt, again=lambda: self._learn_memory(variant))
@@ -340,13 +324,6 @@ class Bank(_C.GraphBank):
                 self.end()
 
     # -- figures ---------------------------------------------------------------------------------
-
-    def leases(self) -> list[Lease]:
-        """When slots were last leased; none where there is only one."""
-        return [
-            Lease(slot=slot, grad=grad, begin=begin / 1e6, end=end / 1e6 if end else None)
-            for slot, grad, begin, end in self.last_leases()
-        ]
 
     def pool_bytes(self) -> int:
         """Device memory that the graphs' pools hold."""

@@ -43,9 +43,10 @@ from megagraph.bank.rng import (
     RngSources,
     Snapshot,
     TrackerSource,
+    no_tracker,
     rewinds_of_default_generator,
 )
-from megagraph.bank.sites import CapturedVariant, CaptureError, Saves, SiteSpec, as_tuple
+from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
 __all__ = [
@@ -95,7 +96,7 @@ class BankOptions:
     # Asks the ranks whose graphs hold the same collectives, after each part of a capture: a site that one of
     # them cannot capture stays eager on all of them.
     max_over_ranks: MaxOverRanks = list
-    trackers: Sequence[TrackerSource] = ()  # named random streams that the model draws from
+    tracker: TrackerSource = no_tracker  # of named random streams that the model draws from
     # Entered around everything that runs in a capture, and around replays of the host backend.
     guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # Names of attributes that calls may change: graphs do not, and the caller answers for that.
@@ -177,6 +178,9 @@ class CapturePlan:
     ) -> None:
         self._backend, self._rng, self._options = backend, rng, options
         self._gaps, self._sites = gaps, sites
+        # Not the variant: executables of the host backend, which C++ holds, keep this plan for their bodies.
+        self._saves, self._reads, self._kept_bytes = variant.saves, variant.reads, variant.kept_bytes
+        self._notes = variant.notes[slot]
         spec, self._arguments = variant.spec, variant.given[slot]
         self._training, self._shape, self._dtype = spec.training, (spec.rows, *spec.row_shape), spec.dtype
         self._end = None if spec.end_buffer is None else variant.buffers[slot][spec.end_buffer]
@@ -190,10 +194,6 @@ class CapturePlan:
         # Of each site between its forward and its backward: its leaf, and where its backward begins, for each
         # output that has a gradient.
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
-        self._saves: dict[int, Saves] = {}
-        self._reads: dict[int, _C.ReadTrace] = {}
-        self.kept_bytes: dict[int, int] = {}  # of each site from its forward to its backward
-        self.notes: dict[int, _C.PoolNote | None] = {}
         self._trace: _C.OpTrace | None = None
 
     @contextlib.contextmanager
@@ -205,7 +205,7 @@ class CapturePlan:
             with self._backend.recording():
                 yield
         finally:
-            self._trace = None  # executables of the host backend keep this plan for their bodies
+            self._trace = None
             self._rng.restore(snapshot)
 
     @contextlib.contextmanager
@@ -239,14 +239,14 @@ class CapturePlan:
     def _last_op(self) -> str:
         return (self._trace.last_op if self._trace is not None else "") or "none"
 
-    def warm_up(self) -> tuple[Mapping[int, Saves], Mapping[int, _C.ReadTrace]]:
-        """Runs every site once, forward and backward, on memory of its own.
-
-        Says what backward passes read of boundaries, and what each site does that it was not given.
+    def warm_up(self) -> None:
+        """Runs every site once, forward and backward, on memory of its own; the variant learns of it.
 
         Libraries make their handles and choose their kernels here, where it is allowed. A `CaptureError`
         names the site, the op and the line.
         """
+        for of_sites in (self._saves, self._reads, self._kept_bytes):
+            of_sites.clear()  # of an attempt before
         with self._traced():
             device = self._backend.device
             x = torch.empty(self._shape, dtype=self._dtype, device=device)
@@ -255,7 +255,6 @@ class CapturePlan:
                 first, *_further = self._warm_up_site(index, x)
                 if index not in self._gaps:
                     x = first
-        return self._saves, self._reads
 
     def _warm_up_site(self, index: int, x: Tensor) -> list[Tensor]:
         before, host = self._rng.snapshot(), HostStreams()
@@ -326,7 +325,7 @@ class CapturePlan:
             with _saved_places() as saved:
                 outputs = as_tuple(site.call(given, **self._arguments))
             self._saves[index] = _place(given) in saved, [_place(output) in saved for output in outputs]
-            self.kept_bytes[index] = self._kept_bytes(site, saved, given, outputs)
+            self._kept_bytes[index] = self._bytes_of(site, saved, given, outputs)
             self._refuse_borrowed(index)
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
@@ -350,7 +349,7 @@ class CapturePlan:
                 raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(outputs[0].shape)}")
         return outputs
 
-    def _kept_bytes(
+    def _bytes_of(
         self, site: SiteSpec, saved: Mapping[int, int], given: Tensor, outputs: Sequence[Tensor]
     ) -> int:
         """What a graph's pool would keep for the backward, and the outputs, in the allocator's steps."""
@@ -431,7 +430,7 @@ class CapturePlan:
                 captured[index, phase] = self._backend.record(
                     at, body, memory(index, phase), done, given_back
                 )
-                self.notes[index] = self._backend.note(pool)
+                self._notes[index] = self._backend.note(pool)
         edges.disown()
         return {
             index: edges.graph(

@@ -13,8 +13,9 @@ import contextlib
 import operator
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -24,9 +25,9 @@ __all__ = [
     "HostStreams",
     "Rewinds",
     "RngSources",
-    "RngTracker",
     "Snapshot",
     "TrackerSource",
+    "no_tracker",
     "rewinds_of_default_generator",
 ]
 
@@ -127,17 +128,6 @@ class HostStreams:
 _Stream = Tensor | torch.Generator
 
 
-class RngTracker(Protocol):
-    """Named random streams, as Megatron's and Transformer Engine's trackers keep them.
-
-    A stream that is a `torch.Generator` can be advanced by a graph; one that is a saved state (a
-    tensor, swapped into the default generator for a while) cannot.
-    """
-
-    def get_states(self) -> Mapping[str, _Stream]: ...
-    def set_states(self, states: Mapping[str, _Stream]) -> None: ...
-
-
 def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
     """Whether two generators advance together: swapping them makes new ones of one state."""
     if one is other or one.device != other.device or one.device.type != "cuda":
@@ -152,15 +142,23 @@ def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
         one.set_offset(offset)
 
 
-TrackerSource = Callable[[], RngTracker]  # which may be replaced
-Snapshot = tuple[list[Tensor], list[dict[str, Tensor]]]  # of generators, and of each tracker's saved states
+# Asks for a tracker, which may be replaced: named random streams, as Megatron and Transformer Engine keep
+# them behind `get_states()` and `set_states()`. A graph can advance one that is a generator, and none that is
+# a saved state: a tensor, swapped into the default generator for a while.
+TrackerSource = Callable[[], Any]
+Snapshot = tuple[list[Tensor], dict[str, Tensor]]  # of generators, and of the tracker's saved states
+
+
+def no_tracker() -> Any:
+    """Of no streams."""
+    return types.SimpleNamespace(get_states=dict)
 
 
 class RngSources:
-    """What random numbers are drawn from: the default generators of a device and the CPU, and trackers."""
+    """What random numbers are drawn from: the default generators of a device and the CPU, and a tracker."""
 
-    def __init__(self, device: torch.device, trackers: Sequence[TrackerSource] = ()) -> None:
-        self._sources = trackers
+    def __init__(self, device: torch.device, tracker: TrackerSource = no_tracker) -> None:
+        self._tracker = tracker
         self._is_host_drawn = device.type == "cpu"  # the host backend draws from it in each replay
         self._defaults = [torch.default_generator]
         if device.type == "cuda":
@@ -171,21 +169,20 @@ class RngSources:
         self._seen: list[_Stream] = []
 
     def generators(self) -> list[torch.Generator]:
-        """The graph-safe streams of the trackers; a capture has to register them."""
-        streams = (stream for source in self._sources for stream in source().get_states().values())
-        return [stream for stream in streams if isinstance(stream, torch.Generator)]
+        """The graph-safe streams of the tracker; a capture has to register them."""
+        return [it for it in self._tracker().get_states().values() if isinstance(it, torch.Generator)]
 
     def expect_streams(self) -> None:
         """Remembers the generators of now; before the first capture."""
         self._captured = self.generators() if self._captured is None else self._captured
 
     def has_other_streams(self) -> bool:
-        """Whether trackers draw from other generators than the graphs: their states were set, say."""
+        """Whether the tracker draws from other generators than the graphs: its states were set, say."""
         if self._captured is None:
             return False
-        seen: list[_Stream] = []
-        for source in self._sources:  # no function of ours: before each step
-            seen += source().get_states().values()
+        seen: list[_Stream] = [
+            *self._tracker().get_states().values()
+        ]  # no function of ours: before each step
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
             return False
         now = self.generators()
@@ -195,22 +192,18 @@ class RngSources:
 
     def snapshot(self) -> Snapshot:
         """The state of every stream now."""
+        streams = self._tracker().get_states()
         states = [generator.get_state() for generator in [*self._defaults, *self.generators()]]
-        saved = [
-            {name: stream for name, stream in source().get_states().items() if isinstance(stream, Tensor)}
-            for source in self._sources
-        ]
-        return states, saved
+        return states, {name: stream for name, stream in streams.items() if isinstance(stream, Tensor)}
 
     def restore(self, snapshot: Snapshot) -> None:
         """Sets every stream back."""
         states, saved = snapshot
         for generator, state in zip([*self._defaults, *self.generators()], states, strict=True):
             generator.set_state(state)
-        for source, streams in zip(self._sources, saved, strict=True):
-            if streams:
-                tracker = source()
-                tracker.set_states({**tracker.get_states(), **streams})
+        if saved:
+            tracker = self._tracker()
+            tracker.set_states({**tracker.get_states(), **saved})
 
     def has_moved(self, one: Snapshot, other: Snapshot) -> bool:
         """Whether a stream is elsewhere in one than in the other."""
@@ -218,8 +211,7 @@ class RngSources:
 
     def drew_unsafely(self, snapshot: Snapshot) -> bool:
         """Whether a stream that no graph can advance has moved since `snapshot`."""
-        now = self.snapshot()
-        pairs = [] if self._is_host_drawn else [(snapshot[0][0], now[0][0])]
-        for before, after in zip(snapshot[1], now[1], strict=True):
-            pairs += [(before[name], after[name]) for name in before.keys() & after.keys()]
+        (states, saved), (states_now, saved_now) = snapshot, self.snapshot()
+        pairs = [] if self._is_host_drawn else [(states[0], states_now[0])]
+        pairs += [(saved[name], saved_now[name]) for name in saved.keys() & saved_now.keys()]
         return not all(torch.equal(*pair) for pair in pairs)

@@ -294,14 +294,16 @@ class CapturedVariant:
         self.buffers = [{name: it.buffer() for name, it in spec.metadata.items()} for _ in range(num_slots)]
         with spec.context():
             self.given = [_arguments_of(spec, of_slot) for of_slot in self.buffers]
-        self.saves: Mapping[int, Saves] = {}  # of each site, by index
-        # Of sites, by index, what they read that nobody has given them.
-        self.reads: Mapping[int, _C.ReadTrace] = {}
+        # What the warm-up has found out of each site, by index: what backward passes read of boundaries, what
+        # it reads that nobody has given it, and the bytes kept from its forward to its backward.
+        self.saves: dict[int, Saves] = {}
+        self.reads: dict[int, _C.ReadTrace] = {}
+        self.kept_bytes: dict[int, int] = {}
         # What each pass allocates, while the variant is captured; None where slots share nothing.
         self.memories: Mapping[Any, Any] | None = None
         self.num_graphs = 0  # forwards and backwards, in every slot
         # By slot, which memory of its pool was taken when the last pass of a site was captured.
-        self.notes: Sequence[Mapping[int, _C.PoolNote | None]] = ()
+        self.notes: list[dict[int, _C.PoolNote | None]] = [{} for _ in range(num_slots)]
         # Sites, by index, whose graphs no verification has compared, and why; None before any.
         self.not_compared: Mapping[int, str] | None = None
 

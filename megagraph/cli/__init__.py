@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import megagraph
-from megagraph.cli import advise, demo, doctor, options, run
+from megagraph.cli import advise, demo, doctor, options, reports, run
 from megagraph.cli.ends import ExitCode, end, ended_by, sentence
 
 __all__ = ["main"]
@@ -29,7 +29,8 @@ def _parser() -> argparse.ArgumentParser:
     # Not required: argparse would say so of a mistyped option before it, too.
     commands = parser.add_subparsers(dest="command")
     demo.add_parser(commands)
-    run.add_parsers(commands)
+    run.add_parser(commands)
+    reports.add_parser(commands)
     doctor.add_parser(commands)
     advise.add_parser(commands)
     options.add_parser(commands)

@@ -23,8 +23,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import verdict
 from megagraph.log import rank
-from megagraph.report import versions
-from megagraph.timeline import quartiles
+from megagraph.report import quartiles, versions
 
 __all__ = ["add_parser"]
 

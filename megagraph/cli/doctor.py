@@ -22,12 +22,12 @@ from megagraph import _C, _build_info
 from megagraph.cli.demo import quiet_megatron
 from megagraph.cli.ends import ExitCode, add_json, check_json, show, write_json
 from megagraph.cli.options import config_of
+from megagraph.cli.reports import read_report
 from megagraph.cli.scripts import add_script, check_script
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import remedy_of, verdict
 from megagraph.log import rank
 from megagraph.megatron import seams
-from megagraph.report import read_report
 
 __all__ = ["add_parser"]
 

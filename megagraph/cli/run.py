@@ -1,38 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megagraph run SCRIPT [ARGS]`: a user's training script, unchanged, with the plugin installed.
-
-`megagraph report FILE` shows what such a run did.
-"""
+"""`megagraph run SCRIPT [ARGS]`: a user's training script, unchanged, with the plugin installed."""
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import megagraph
-from megagraph.cli.ends import Screen, add_json, write_json
+from megagraph.cli.ends import Screen
 from megagraph.cli.options import config_of
+from megagraph.cli.reports import report_table
 from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import saved, verdict
+from megagraph.decide.reasons import verdict
 from megagraph.log import rank
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.report import (
-    check_target,
-    read_leases,
-    read_report,
-    report_table,
-)
-from megagraph.timeline import draw_timeline
+from megagraph.report import check_target
 
-__all__ = ["add_parsers"]
+__all__ = ["add_parser", "saved"]
 
 
-def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds both commands."""
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command."""
     parser = commands.add_parser(
         "run",
         help="run a training script with the plugin installed",
@@ -43,22 +35,10 @@ def add_parsers(commands: "argparse._SubParsersAction[Any]") -> None:
         "--json", type=Path, metavar="FILE", help="write the report as JSON; - for standard output"
     )
     add_script(parser)
-    parser.set_defaults(prepare=_prepare_run)
-
-    parser = commands.add_parser("report", help="show the report that a run left")
-    parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
-    instead = parser.add_mutually_exclusive_group()
-    add_json(instead)
-    instead.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="IMAGE",
-        help="draw when the slots of each model chunk were in use, and show no table (needs matplotlib)",
-    )
-    parser.set_defaults(prepare=_prepare_report)
+    parser.set_defaults(prepare=_prepare)
 
 
-def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
+def _prepare(options: argparse.Namespace) -> Callable[[], int]:
     check_script(options)
     config = config_of(options)
     if config.mode != "off":  # which writes none
@@ -99,24 +79,10 @@ def _run(options: argparse.Namespace, config: GraphConfig) -> int:
     return 0
 
 
-def _prepare_report(options: argparse.Namespace) -> Callable[[], int]:
-    if not options.file.is_file():
-        raise ValueError(f"expected the file of a report, {options.file} is no file")
-    reports = read_report(options.file)
-    shown: Any = report_table(reports)
-    if options.timeline is not None:
-        draw_timeline(read_leases(options.file), options.timeline)
-        shown = f"wrote {options.timeline}"
-    elif options.json is not None:
-        check_target("--json", options.json)
-        return partial(write_json, "report", options.json, reports, verdict=verdict(reports))
-    return partial(_show, shown, verdict(reports))
-
-
-def _show(shown: Any, said: str) -> int:
-    if isinstance(shown, str):
-        print(shown)
-    else:
-        Screen().print(shown)
-        print(said)
-    return 0
+def saved(times: Mapping[str, Any]) -> str:
+    """What graphs save the host in a step, if eager ones were timed in the warm-up; else nothing."""
+    eager, graphed = (times.get(kind, {}).get("host_ms") for kind in ("eager", "graphed"))
+    if not eager or not graphed:
+        return ""
+    told = ("{1:.1f} ms ({0:.1f} to {2:.1f})".format(*it) for it in (eager, graphed))
+    return "forward and backward of a step kept the host for {} eager, {} graphed".format(*told)

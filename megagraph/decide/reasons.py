@@ -6,74 +6,54 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["REMEDIES", "EagerReason", "Why", "remedy_of", "saved", "verdict"]
+__all__ = ["EagerReason", "Why", "remedy_of", "verdict"]
 
 
 class EagerReason(enum.IntEnum):
-    """Why a call ran eager. Closed: the C++ core lists the same names in the same order."""
+    """Why a call ran eager. Closed: the C++ core lists the same names in the same order.
 
-    DISABLED = 0
-    WARMING_UP = 1
-    NO_PACK_METADATA = 2
-    TOO_MANY_SEQUENCES = 3
-    TOO_MANY_TOKENS = 4
-    SEQUENCE_TOO_LONG = 5
-    CP_SIZE_NOT_CAPTURED = 6
-    SIGNATURE_CHANGED = 7
-    NO_FREE_SLOT = 8
-    SCOPE_UNSUPPORTED = 9
-    RECOMPUTING = 10
-    CAPTURE_FAILED = 11
-    ADDRESS_MOVED = 12
-    GROUP_DISAGREED = 13
-    NESTING = 14
-    NUMERICS_CHANGED = 15
-    PARAMETERS_CHANGED = 16
-    FOREIGN_HOOK = 17
-    SHARED_PARAMETER = 18
-    RNG_NOT_GRAPH_SAFE = 19
-    SUSPENDED = 20
-    RELEASED = 21
-    STATE_CHANGED = 22
-    VERIFY_FAILED = 23
-    EXPERT_OVERLAP = 24
+    With each the remedy, as its section of docs/reasons.md begins.
+    """
+
+    remedy: str
+
+    def __new__(cls, remedy: str) -> "EagerReason":
+        number = len(cls.__members__)
+        reason = int.__new__(cls, number)
+        reason._value_, reason.remedy = number, remedy
+        return reason
+
+    DISABLED = "you asked for it"
+    WARMING_UP = "nothing to do in the first steps"
+    NO_PACK_METADATA = "pass the pack"
+    TOO_MANY_SEQUENCES = "raise cuda_graph_max_packed_seqs"
+    TOO_MANY_TOKENS = "raise max_seqlen_per_dp_cp_rank"
+    SEQUENCE_TOO_LONG = "raise or drop max_seqlen"
+    CP_SIZE_NOT_CAPTURED = "set cp_sizes, and take groups from megagraph.context_groups(cp_sizes)"
+    SIGNATURE_CHANGED = "give every micro-batch the same dtype and form of pack, and pass attention_mask=None"
+    NO_FREE_SLOT = (
+        "run the backward first, raise cuda_graph_slots, or keep a clone instead of a tensor of ours"
+    )
+    SCOPE_UNSUPPORTED = "change what the log and the report name"
+    RECOMPUTING = "turn full recompute off, or keep the model eager"
+    CAPTURE_FAILED = "make the line capturable that the row stays eager names"
+    ADDRESS_MOVED = "put suspend() and resume() around the moves"
+    GROUP_DISAGREED = "look at the other ranks' reasons"
+    NESTING = "call each layer once, in order"
+    NUMERICS_CHANGED = "nothing to do if it is rare"
+    PARAMETERS_CHANGED = "nothing to do if it is rare"
+    FOREIGN_HOOK = "remove the hook, or accept that layer eager"
+    SHARED_PARAMETER = "accept that layer eager"
+    RNG_NOT_GRAPH_SAFE = "let Megatron's tracker keep generators (use_cudagraphable_rng), or set dropout to 0"
+    SUSPENDED = "call resume() when the phase is over"
+    RELEASED = "nothing to do"
+    STATE_CHANGED = "nothing to do if it is rare"
+    VERIFY_FAILED = "look for state that no guard can see, and please report it"
+    EXPERT_OVERLAP = "ask for plans inside of Megatron's schedule, and do not override the model's forward"
 
 
 # With what is the matter, in words.
 Why = tuple[EagerReason, str]
-
-# How each reason's section of docs/reasons.md begins.
-REMEDIES: Mapping[EagerReason, str] = {
-    EagerReason.DISABLED: "you asked for it",
-    EagerReason.WARMING_UP: "nothing to do in the first steps",
-    EagerReason.NO_PACK_METADATA: "pass the pack",
-    EagerReason.TOO_MANY_SEQUENCES: "raise cuda_graph_max_packed_seqs",
-    EagerReason.TOO_MANY_TOKENS: "raise max_seqlen_per_dp_cp_rank",
-    EagerReason.SEQUENCE_TOO_LONG: "raise or drop max_seqlen",
-    EagerReason.CP_SIZE_NOT_CAPTURED: "set cp_sizes, and take groups from megagraph.context_groups(cp_sizes)",
-    EagerReason.SIGNATURE_CHANGED: "give every micro-batch the same dtype and form of pack, "
-    "and pass attention_mask=None",
-    EagerReason.NO_FREE_SLOT: "run the backward first, raise cuda_graph_slots, "
-    "or keep a clone instead of a tensor of ours",
-    EagerReason.SCOPE_UNSUPPORTED: "change what the log and the report name",
-    EagerReason.RECOMPUTING: "turn full recompute off, or keep the model eager",
-    EagerReason.CAPTURE_FAILED: "make the line capturable that the row stays eager names",
-    EagerReason.ADDRESS_MOVED: "put suspend() and resume() around the moves",
-    EagerReason.GROUP_DISAGREED: "look at the other ranks' reasons",
-    EagerReason.NESTING: "call each layer once, in order",
-    EagerReason.NUMERICS_CHANGED: "nothing to do if it is rare",
-    EagerReason.PARAMETERS_CHANGED: "nothing to do if it is rare",
-    EagerReason.FOREIGN_HOOK: "remove the hook, or accept that layer eager",
-    EagerReason.SHARED_PARAMETER: "accept that layer eager",
-    EagerReason.RNG_NOT_GRAPH_SAFE: "let Megatron's tracker keep generators (use_cudagraphable_rng), "
-    "or set dropout to 0",
-    EagerReason.SUSPENDED: "call resume() when the phase is over",
-    EagerReason.RELEASED: "nothing to do",
-    EagerReason.STATE_CHANGED: "nothing to do if it is rare",
-    EagerReason.VERIFY_FAILED: "look for state that no guard can see, and please report it",
-    EagerReason.EXPERT_OVERLAP: "ask for plans inside of Megatron's schedule, "
-    "and do not override the model's forward",
-}
 
 # What packs had most of, by the reason that it was too much for: key of the report, and in words.
 _NEEDED = {
@@ -103,15 +83,6 @@ def verdict(reports: Sequence[Mapping[str, Any]]) -> str:
     return f"{begins}{'; ' if replays else ': '}{what}"
 
 
-def saved(times: Mapping[str, Any]) -> str:
-    """What graphs save the host in a step, if eager ones were timed in the warm-up; else nothing."""
-    eager, graphed = (times.get(kind, {}).get("host_ms") for kind in ("eager", "graphed"))
-    if not eager or not graphed:
-        return ""
-    told = ("{1:.1f} ms ({0:.1f} to {2:.1f})".format(*it) for it in (eager, graphed))
-    return "forward and backward of a step kept the host for {} eager, {} graphed".format(*told)
-
-
 def _percent(part: int, whole: int) -> str:
     """Rounded down: all is said of all alone."""
     return f"{100 * part // whole} %" if 100 * part >= whole else "under 1 %"
@@ -119,7 +90,7 @@ def _percent(part: int, whole: int) -> str:
 
 def remedy_of(reason: str, reports: Sequence[Mapping[str, Any]]) -> str:
     """What to do, with the numbers that would have done, or what was found."""
-    remedy = REMEDIES[EagerReason[reason]] if reason in EagerReason.__members__ else "see docs/reasons.md"
+    remedy = EagerReason[reason].remedy if reason in EagerReason.__members__ else "see docs/reasons.md"
     models = [report for report in reports if reason in report["eager"]]
     if reason in _NEEDED:
         key, words = _NEEDED[reason]

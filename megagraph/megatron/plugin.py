@@ -18,7 +18,7 @@ from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.model_parallel import schedule_of
-from megagraph.timeline import Lease, StepClock
+from megagraph.report import StepClock
 
 # What a module is known by while it lives: its address. Since Python 3.12 `id()` raises an audit event, for
 # which filelock, among others, has a hook in Python.
@@ -64,7 +64,7 @@ class Plugin:
         self.name_of: Callable[[Any], str | None] = lambda model: None  # see `install(name=...)`
         self._num_named: Counter[str] = Counter()  # models of each name so far
         self.gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
-        self._retired: list[tuple[dict[str, Any], list[Lease]]] = []  # their reports and leases
+        self._retired: list[tuple[dict[str, Any], list[Any]]] = []  # their reports and leases
         self._step_models: Sequence[nn.Module] = ()
         # That was made last in the step of a micro-batch: patch/overlap.py.
         self.last_pack: weakref.ref[Any] | None = None
@@ -138,7 +138,7 @@ class Plugin:
         self._outside.clear()  # models may have other layers by now
         while self.gone:
             graphs = self.gone.pop(0)
-            self._retired.append((graphs.report(), graphs.captures.bank.leases()))
+            self._retired.append((graphs.report(), graphs.captures.bank.last_leases()))
             graphs.captures.bank.release()
 
     def reports(self) -> list[dict[str, Any]]:
@@ -146,11 +146,11 @@ class Plugin:
         self._retire()
         return [report for report, _leases in self._retired] + [it.report() for it in self.all_graphs()]
 
-    def leases(self) -> dict[str, list[Lease]]:
+    def leases(self) -> dict[str, list[Any]]:
         """When slots were last leased, by the names of models that have several, gone ones included."""
         self._retire()
         gone = ((report["model"], leases) for report, leases in self._retired)
-        living = ((graphs.name, graphs.captures.bank.leases()) for graphs in self.all_graphs())
+        living = ((graphs.name, graphs.captures.bank.last_leases()) for graphs in self.all_graphs())
         return {name: leases for name, leases in (*gone, *living) if leases}
 
     def all_graphs(self) -> list[GraphedModel]:

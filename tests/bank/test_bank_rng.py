@@ -103,7 +103,7 @@ def step_both_under_one_seed(pair: Pair, seed: int) -> None:
 @pytest.mark.parametrize("graph_safe", [True, False])
 def test_capture_leaves_every_stream_where_it_was(device: str, graph_safe: bool) -> None:
     tracker = Tracker(device, graph_safe=graph_safe)
-    pair = Pair(device, [*with_dropout(), Noisy(tracker)], num_slots=2, trackers=[lambda: tracker])
+    pair = Pair(device, [*with_dropout(), Noisy(tracker)], num_slots=2, tracker=lambda: tracker)
     before, content = rng_states(device), tracker.content()
     pair.capture(variant(), variant("eval", training=False))
     assert_same_bits([*rng_states(device), tracker.content()], [*before, content])
@@ -134,7 +134,7 @@ def test_a_verification_leaves_every_stream_where_it_was(device: str, training: 
 @pytest.mark.parametrize("graph_safe", [True, False])
 def test_generators_are_captured_and_saved_states_leave_a_site_eager(device: str, graph_safe: bool) -> None:
     tracker = Tracker(device, graph_safe=graph_safe)
-    pair = Pair(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[lambda: tracker]).capture()
+    pair = Pair(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], tracker=lambda: tracker).capture()
     assert pair.bank.eager_sites == ({} if graph_safe else {1: EagerReason.RNG_NOT_GRAPH_SAFE})
     check_draws(pair, tracker)
     assert pair.eager_calls() == ({} if graph_safe else {"RNG_NOT_GRAPH_SAFE": 4})
@@ -158,19 +158,18 @@ def check_draws(pair: Pair, tracker: Tracker) -> None:
 
 @pytest.mark.parametrize("graph_safe", [True, False], ids=["generators", "saved states"])
 def test_a_draw_is_unsafe_where_no_graph_can_advance_the_stream(graph_safe: bool) -> None:
-    """One stream of several that has moved is enough, of whichever tracker."""
-    trackers = [Tracker("cpu", graph_safe=graph_safe) for _ in range(2)]
-    trackers[0].states |= {name: rng_states("cpu")[0] for name in ("second", "third") if not graph_safe}
-    sources = RngSources(torch.device("cpu"), [lambda: trackers[0], lambda: trackers[1]])
-    for tracker in trackers:
-        for name in tracker.states:
-            before = sources.snapshot()
-            assert not sources.drew_unsafely(before)
-            with tracker.fork(name) as generator:
-                torch.rand(3, generator=generator)
-            assert sources.drew_unsafely(before) == (not graph_safe), name
-            sources.restore(before)
-            assert not sources.drew_unsafely(before)
+    """One stream of several that has moved is enough."""
+    tracker = Tracker("cpu", graph_safe=graph_safe)
+    tracker.states |= {name: rng_states("cpu")[0] for name in ("second", "third") if not graph_safe}
+    sources = RngSources(torch.device("cpu"), lambda: tracker)
+    for name in tracker.states:
+        before = sources.snapshot()
+        assert not sources.drew_unsafely(before)
+        with tracker.fork(name) as generator:
+            torch.rand(3, generator=generator)
+        assert sources.drew_unsafely(before) == (not graph_safe), name
+        sources.restore(before)
+        assert not sources.drew_unsafely(before)
 
 
 @pytest.mark.parametrize(("name", "is_unsafe"), [("cpu", False), ("meta", True)])
@@ -186,7 +185,7 @@ def test_a_draw_on_the_host_is_safe_only_where_the_host_runs_the_replays(name: s
 def test_generators_that_took_the_place_of_captured_ones_are_noticed(device: str) -> None:
     """Graphs went on drawing from those that a checkpoint had replaced."""
     tracker = Tracker(device, graph_safe=True)
-    pair = Pair(device, [Noisy(tracker)], trackers=[lambda: tracker])
+    pair = Pair(device, [Noisy(tracker)], tracker=lambda: tracker)
     rng = pair.bank.rng
     tracker.set_states({"dropout": torch.Generator(device).manual_seed(8)})
     assert not rng.has_other_streams(), "nothing draws yet"
@@ -210,7 +209,7 @@ def test_generators_that_took_the_place_of_captured_ones_are_noticed(device: str
 def test_generators_of_one_state_are_the_same_stream() -> None:
     """Megatron's tracker makes a new one each time that somebody draws from a stream."""
     tracker = Tracker("cuda", graph_safe=True)
-    pair = Pair("cuda", [Noisy(tracker)], trackers=[lambda: tracker]).capture()
+    pair = Pair("cuda", [Noisy(tracker)], tracker=lambda: tracker).capture()
     (stream,) = tracker.get_states().values()
     assert isinstance(stream, torch.Generator)
     for _ in range(2):

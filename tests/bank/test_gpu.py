@@ -142,7 +142,7 @@ def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> 
         scratch = backend._scratch
         assert scratch is not None
         segments = torch.cuda.memory_snapshot()
-        return sum(it["total_size"] for it in segments if tuple(it["segment_pool_id"]) == scratch.hold.pool)
+        return sum(it["total_size"] for it in segments if tuple(it["segment_pool_id"]) == scratch.pool)
 
     with backend.recording():
         executables = [backend.record(0, lambda: allocate(32, 64), memory)]

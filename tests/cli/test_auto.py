@@ -14,7 +14,7 @@ import pytest
 import torch
 from run_scripts import TRAINING, Files
 
-from megagraph.report import read_report
+from megagraph.cli.reports import read_report
 
 ROOT = Path(__file__).resolve().parents[2]
 AUTO = ROOT / "megagraph" / "auto.pth"

@@ -16,10 +16,10 @@ from run_scripts import Files
 from megagraph.cli import demo as demo_module
 from megagraph.cli import main
 from megagraph.cli.ends import ExitCode
+from megagraph.cli.reports import read_report
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.report import read_report
 
 pytestmark = pytest.mark.megatron
 

@@ -16,8 +16,8 @@ from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 from run_scripts import TRAINING, WITNESS, Files
 
 from megagraph.cli import main
+from megagraph.cli.reports import read_report
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.report import read_report
 
 
 def run(*arguments: str | Path) -> int:

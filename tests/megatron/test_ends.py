@@ -32,8 +32,8 @@ from torch import distributed
 
 import megagraph
 from megagraph import cli
+from megagraph.cli.reports import read_report
 from megagraph.demo.cpu import megatron_on_cpu
-from megagraph.report import read_report
 
 SECONDS = 240  # imports of all ranks
 COMMAND = "run"

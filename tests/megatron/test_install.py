@@ -24,11 +24,11 @@ from test_docs import FENCE, ROOT, named, read
 
 import megagraph
 from megagraph import _C
+from megagraph.cli.reports import read_report
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.report import read_report
 
 pytestmark = pytest.mark.both
 

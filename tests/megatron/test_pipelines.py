@@ -18,7 +18,7 @@ from worlds import World, Worlds, on_ranks
 
 import megagraph
 from benchmarks.subjects.pipelines import Cut
-from megagraph.report import read_report
+from megagraph.cli.reports import read_report
 
 Reports = list[list[dict[str, Any]]]
 OF_TWO_CHUNKS = Cut(chunks=2)

@@ -157,10 +157,10 @@ def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_
     assert [name.partition(" (")[2] for name in leases] == ["stage 0, chunk 0) #2", "stage 0, chunk 1) #2"]
     for some, most in zip(leases.values(), pair.schedule.most_in_flight, strict=True):
         # The first step warms up; then a verification leases each slot.
-        assert len(some) == most + 2 * 8 and all(it.grad for it in some)
+        assert len(some) == most + 2 * 8 and all(grad for _slot, grad, *_ in some)
         # Sorted by time; what ends just when another one begins ends first.
-        ends = [(it.end, -1, it.slot) for it in some if it.end is not None]
-        events = sorted([*((it.begin, 1, it.slot) for it in some), *ends])
+        ends = [(end, -1, slot) for slot, *_, end in some if end is not None]
+        events = sorted([*((begin, 1, slot) for slot, _grad, begin, _end in some), *ends])
         assert len(ends) == len(some)
         held: set[int] = set()
         in_flight = []

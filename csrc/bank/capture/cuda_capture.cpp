@@ -17,18 +17,12 @@ namespace {
 
 OwnStreams capture_streams;
 
-}  // namespace
-
-class CudaCapture::Graph : public TorchGraph {
+class Graph : public TorchGraph {
  public:
   int64_t num_nodes = 0;
-  std::optional<DocumentGridCollector> collector;
   std::vector<DocumentGrid> document_grids;
 };
 
-namespace {
-
-template <typename Graph>
 class CudaExecutable final : public Executable {
  public:
   CudaExecutable(std::unique_ptr<Graph> graph, std::shared_ptr<PoolHold> scratch)
@@ -59,52 +53,40 @@ class CudaExecutable final : public Executable {
 
 }  // namespace
 
-CudaCapture::CudaCapture(std::pair<uint64_t, uint64_t> pool,
-                         const std::vector<at::Generator>& generators,
-                         std::shared_ptr<PoolHold> scratch, std::pair<uint64_t, uint64_t> lent,
-                         std::shared_ptr<PassMemory> memory)
-    : graph_(std::make_unique<Graph>()), pool_(pool), scratch_(std::move(scratch)) {
-  if (scratch_ != nullptr) {
-    watch_ = std::make_unique<PassWatch>(scratch_->device(), pool, scratch_->pool(), lent,
-                                         std::move(memory));
+std::unique_ptr<Executable> capture_work(std::pair<uint64_t, uint64_t> pool,
+                                         const std::vector<at::Generator>& generators,
+                                         std::shared_ptr<PoolHold> scratch,
+                                         std::pair<uint64_t, uint64_t> lent,
+                                         std::shared_ptr<PassMemory> memory,
+                                         const std::function<void()>& body,
+                                         const std::function<void()>& give_back) {
+  auto graph = std::make_unique<Graph>();
+  std::optional<PassWatch> watch;
+  if (scratch != nullptr) {
+    watch.emplace(scratch->device(), pool, scratch->pool(), lent, std::move(memory));
   }
-  for (const at::Generator& generator : generators) graph_->register_generator(generator);
-}
-
-CudaCapture::~CudaCapture() { abort(); }
-
-void CudaCapture::begin() {
-  TORCH_CHECK(graph_ != nullptr && graph_->state() == Graph::State::kNew,
-              "a capture can begin only once");
-  graph_->begin(pool_);
-  if (watch_ != nullptr) watch_->begin();
-  graph_->collector.emplace(c10::cuda::getCurrentCUDAStream().stream());
-}
-
-std::unique_ptr<Executable> CudaCapture::end() {
-  TORCH_CHECK(graph_ != nullptr && graph_->state() == Graph::State::kCapturing,
-              "a capture can end only after it began");
-  // The number of nodes while the graph can still be read.
+  for (const at::Generator& generator : generators) graph->register_generator(generator);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto capturing = capturing_of(stream);
-  const int64_t num_nodes = capturing ? static_cast<int64_t>(capturing->nodes().size()) : 0;
-  if (watch_ != nullptr) watch_->end();
-  graph_->end();
-  graph_->num_nodes = num_nodes;
-  graph_->document_grids = graph_->collector->take();
-  C10_CUDA_CHECK(cudaGraphUpload(graph_->exec(), stream));
-  return std::make_unique<CudaExecutable<Graph>>(std::move(graph_), scratch_);
-}
-
-void CudaCapture::close() {
-  if (watch_ != nullptr) watch_->close();
-}
-
-void CudaCapture::abort() noexcept {
-  if (watch_ != nullptr) watch_->abort();
-  if (graph_ == nullptr) return;
-  graph_->abort();
-  graph_.reset();
+  try {
+    graph->begin(pool);
+    if (watch) watch->begin();
+    DocumentGridCollector collector(stream.stream());
+    body();
+    // While the graph can still be read.
+    const auto capturing = capturing_of(stream);
+    graph->num_nodes = capturing ? static_cast<int64_t>(capturing->nodes().size()) : 0;
+    if (watch) watch->end();
+    graph->end();
+    graph->document_grids = collector.take();
+    C10_CUDA_CHECK(cudaGraphUpload(graph->exec(), stream));
+    give_back();
+    if (watch) watch->close();
+  } catch (...) {
+    if (watch) watch->abort();
+    graph->abort();
+    throw;
+  }
+  return std::make_unique<CudaExecutable>(std::move(graph), std::move(scratch));
 }
 
 uint64_t capture_stream(c10::DeviceIndex device) {

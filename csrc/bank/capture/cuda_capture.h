@@ -6,6 +6,7 @@
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -16,38 +17,22 @@
 
 namespace megagraph {
 
-// One capture: begin, then end or abort. The destructor aborts what was neither.
-class CudaCapture {
- public:
-  // `generators` are registered with the graph beside the device's default one. With `scratch`,
-  // what is temporary comes from there, and what is given back from `lent`, once `memory` knows the
-  // pass; else the capture learns it.
-  CudaCapture(std::pair<uint64_t, uint64_t> pool, const std::vector<at::Generator>& generators,
-              std::shared_ptr<PoolHold> scratch, std::pair<uint64_t, uint64_t> lent,
-              std::shared_ptr<PassMemory> memory);
-  ~CudaCapture();
-  CudaCapture(const CudaCapture&) = delete;
-  CudaCapture& operator=(const CudaCapture&) = delete;
-
-  // On the current stream, which must not be the default one. Only unsafe calls of this thread are
-  // errors meanwhile (thread-local mode).
-  void begin();
-  std::unique_ptr<Executable> end();
-  // Once what the pass gives back is given back: throws where it had to be and is not.
-  void close();
-
-  // Leaves nothing behind: the stream no longer captures, neither allocator routes to the pool, no
-  // generator believes in a capture, the pool's reference is dropped. Never throws. May be called
-  // in any state; a second call does nothing. csrc/torch/cuda_graph.h, Note [A failed capture].
-  void abort() noexcept;
-
- private:
-  class Graph;
-  std::unique_ptr<Graph> graph_;
-  const std::pair<uint64_t, uint64_t> pool_;
-  const std::shared_ptr<PoolHold> scratch_;
-  std::unique_ptr<PassWatch> watch_;
-};
+// Captures what `body` does on the current stream, which must not be the default one, into a pool.
+// Then calls `give_back`, after which what the pass gives back must be gone. Only unsafe calls of
+// this thread are errors meanwhile (thread-local mode).
+//
+// `generators` are registered with the graph beside the device's default one. With `scratch`, what
+// is temporary comes from there, and what is given back from `lent`, once `memory` knows the pass;
+// else the capture learns it.
+//
+// A capture that fails leaves nothing behind: csrc/torch/cuda_graph.h, Note [A failed capture].
+std::unique_ptr<Executable> capture_work(std::pair<uint64_t, uint64_t> pool,
+                                         const std::vector<at::Generator>& generators,
+                                         std::shared_ptr<PoolHold> scratch,
+                                         std::pair<uint64_t, uint64_t> lent,
+                                         std::shared_ptr<PassMemory> memory,
+                                         const std::function<void()>& body,
+                                         const std::function<void()>& give_back);
 
 // A process-wide non-default stream for captures, one a device, as its raw handle. Blocks of a pool
 // belong to the stream they were allocated on, so one stream lets all captures share them.

@@ -71,7 +71,7 @@ class Captures:
             holds_collectives=self._peers.size > 1,
             max_over_ranks=self._peers.max_over_ranks,
             run_eager_alike=self._peers.run_eager_alike,
-            trackers=[RNG_TRACKER.function()],
+            tracker=RNG_TRACKER.function(),
             guard=capturing,
             left_out=IGNORED_ATTRIBUTES,
             poison=self._config.poison,
