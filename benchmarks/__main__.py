@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks [NAME ...] [--out FOLDER]`: runs benchmarks, prints and writes FOLDER/NAME.json.
+"""`python -m benchmarks [NAME ...]`: runs benchmarks, prints them, writes NAME.json.
 
-With `--show` it prints what FOLDER/NAME.json holds, and runs nothing.
+With `--show` it prints what NAME.json holds, and runs nothing. These lie in benchmarks/results, or OUT.
 """
 
 import argparse
 import importlib
-import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.measuring.results import RESULTS, Measurement, read_result, show
+from benchmarks.measuring.results import FOLDER, measure, read_result, show
 
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "capture", "memory", "step")
@@ -30,14 +28,12 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: {', '.join(DEFAULT)}"
     )
-    folder = Path(os.environ.get("OUT", RESULTS))
-    parser.add_argument("--out", type=Path, default=folder, help=f"folder, {folder} by default")
     parser.add_argument("--show", action="store_true", help="print the results of earlier runs as Markdown")
     options = parser.parse_args()
     names = options.names or DEFAULT
     if options.show:
         for name in names:
-            show(name, read_result(options.out / f"{name}.json").figures)
+            show(name, read_result(FOLDER / f"{name}.json").figures)
         return 0
     for name in names:
         if name not in NAMES:
@@ -48,10 +44,8 @@ def main() -> int:
     failed = []
     for name in names:
         start = time.perf_counter()
-        measurement = Measurement(options.out / f"{name}.json")
         try:
-            importlib.import_module(f"benchmarks.bench_{name}").measure(measurement)
-            measurement.publish()
+            measure(FOLDER / f"{name}.json", importlib.import_module(f"benchmarks.bench_{name}").FIGURES)
         except Exception as error:  # the others are measured nevertheless
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed.append(name)

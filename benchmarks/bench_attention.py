@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer, Parts, try_part
 from benchmarks.measuring.clocks import Call, device_us, kernel_us
-from benchmarks.measuring.results import Figure, Measurement, beside, timed
+from benchmarks.measuring.results import Figure, beside, timed
 from benchmarks.subjects.hosts import recorded
 from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
@@ -123,6 +123,7 @@ def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
     return device_medians([recorded(call) for call in calls])
 
 
+@torch.no_grad()
 def _compare(shape: Shape) -> list[Figure]:
     inputs, pack = shape.inputs(), shape.pack()
     mine, theirs, figures = ours(inputs, *pack), atens(inputs, *pack), []
@@ -133,6 +134,7 @@ def _compare(shape: Shape) -> list[Figure]:
     return figures
 
 
+@torch.no_grad()
 def _compare_padded(shape: Shape) -> list[Figure]:
     """Ten documents in graphs of 256, each as long as the longest or the pack, beside graphs of ten."""
     (tight, longest), inputs, figures = shape.pack(USED), shape.inputs(), list[Figure]()
@@ -178,6 +180,7 @@ def _rival() -> Answer:
 PARTS: Parts = {TRANSFORMER_ENGINE: _rival}
 
 
+@torch.no_grad()
 def _beside_transformer_engine() -> list[Figure]:
     theirs = try_part(__name__, TRANSFORMER_ENGINE)
     mine = ours(RIVAL_SHAPE.inputs(), *RIVAL_SHAPE.pack())
@@ -190,10 +193,8 @@ def _beside_transformer_engine() -> list[Figure]:
     return figures
 
 
-def measure(measurement: Measurement) -> None:
-    with torch.no_grad():
-        for shape in SHAPES:
-            measurement.take(f"{shape}, GPU time", partial(_compare, shape))
-        for shape in PADDED_SHAPES:
-            measurement.take(f"{shape}, padded", partial(_compare_padded, shape))
-        measurement.take(f"{RIVAL_SHAPE}, rivals", _beside_transformer_engine)
+FIGURES = {
+    **{f"{shape}, GPU time": partial(_compare, shape) for shape in SHAPES},
+    **{f"{shape}, padded": partial(_compare_padded, shape) for shape in PADDED_SHAPES},
+    f"{RIVAL_SHAPE}, rivals": _beside_transformer_engine,
+}

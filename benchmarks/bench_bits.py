@@ -7,9 +7,10 @@ rows and documents as their capacity has, and its `max_seqlen`. So a run without
 kernels on them.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part
-from benchmarks.measuring.results import Figure, Measurement, plain
+from benchmarks.measuring.results import Figure, plain
 from benchmarks.subjects.hosts import DETERMINISTIC, engines_spec, install, seed_streams
 from benchmarks.subjects.packs import LAYER_KINDS, MICRO_BATCHES, model_options
 from megagraph.decide.dispatch import Capacity
@@ -113,9 +114,16 @@ def _measured(case: BitsCase) -> Answer:
 PARTS: Parts = {name: partial(_measured, case) for name, case in BITS.items()}
 
 
-def figures_of(name: str, answer: Answer) -> list[Figure]:
+@functools.cache
+def _answers() -> Mapping[str, Future[Answer]]:
+    """All trainings run side by side, since nothing is timed."""
+    pool, ask = ThreadPoolExecutor(len(BITS)), partial(measure_part, __name__, environment=DETERMINISTIC)
+    return {name: pool.submit(ask, name) for name in BITS}
+
+
+def _figures(name: str) -> list[Figure]:
     """What differs from the unpatched run, and how much of it was replayed."""
-    figures = []
+    answer, figures = _answers()[name].result(), []
     for mode in MODES:
         for what in ("losses", "gradients"):
             title = (
@@ -127,10 +135,4 @@ def figures_of(name: str, answer: Answer) -> list[Figure]:
     return [*figures, *plain(name, {"share of layer calls replayed, mode graph": (share, "1")})]
 
 
-def measure(measurement: Measurement) -> None:
-    """All trainings run side by side, since nothing is timed."""
-    ask = partial(measure_part, __name__, environment=DETERMINISTIC)
-    with ThreadPoolExecutor(len(BITS)) as pool:
-        answers = {name: pool.submit(ask, name) for name in BITS}
-        for name, answer in answers.items():
-            measurement.take(name, lambda name=name, answer=answer: figures_of(name, answer.result()))  # type: ignore[misc]
+FIGURES = {name: partial(_figures, name) for name in BITS}

@@ -11,7 +11,7 @@ from functools import partial
 
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
-from benchmarks.measuring.results import Figure, Measurement, beside_each
+from benchmarks.measuring.results import Figure, beside_each
 from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
@@ -66,13 +66,12 @@ _OPTIONS = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
 PARTS: Parts = {"own": measure_own, **{name: partial(rival, _OPTIONS) for name, rival in RIVALS.items()}}
 
 
-def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> list[Figure]:
-    """The figures, from what the processes answered."""
-
+def _figures() -> list[Figure]:
     def read(answer: Answer) -> float:
         return 1e3 * float(answer["seconds"]) / int(answer["graphs"])
 
-    figures: list[Figure] = []
+    own, figures = measure_part(__name__, "own"), list[Figure]()
+    rivals = {name: try_part(__name__, name) for name in RIVALS}
     for hidden, by_capacities in own.items():
         beside = rivals if int(hidden) == RIVALS_HIDDEN else {}
         for name, answer in by_capacities.items():
@@ -82,9 +81,4 @@ def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> 
     return figures
 
 
-def _everything() -> list[Figure]:
-    return figures_of(measure_part(__name__, "own"), {name: try_part(__name__, name) for name in RIVALS})
-
-
-def measure(measurement: Measurement) -> None:
-    measurement.take("capture", _everything)
+FIGURES = {"capture": _figures}

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.bench_ep_overlap import CASES, HOST_BAR, HOW, PEAK_BAR
 from benchmarks.measuring.children import Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
+from benchmarks.measuring.results import Figure, against, plain, timed
 from benchmarks.subjects.overlap import EAGER, GRAPHED, RESERVED, RESERVED_LATER, measure_overlap
 
 *_, (NAME, CASE) = CASES.items()
@@ -59,6 +59,4 @@ def _figures_of(added: str) -> list[Figure]:
     return figures
 
 
-def measure(measurement: Measurement) -> None:
-    for added in ACCUMULATIONS:
-        measurement.take(added, partial(_figures_of, added))
+FIGURES = {added: partial(_figures_of, added) for added in ACCUMULATIONS}

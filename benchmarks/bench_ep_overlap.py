@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.measuring.children import measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
+from benchmarks.measuring.results import Figure, against, plain, timed
 from benchmarks.subjects.overlap import ALLOCATED, EAGER, GRAPHED, MEMORY, POOLS, WITHOUT, measure_overlap
 from benchmarks.subjects.steps import step_case
 
@@ -58,6 +58,4 @@ def _figures_of(name: str) -> list[Figure]:
     return [*figures, *plain(name, {POOLS: (memory[GRAPHED][POOLS] / MIB, "MiB")})]
 
 
-def measure(measurement: Measurement) -> None:
-    for name in CASES:
-        measurement.take(name, partial(_figures_of, name))
+FIGURES = {name: partial(_figures_of, name) for name in CASES}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.measuring.children import Answer, measure_part, parts_of, try_part
 from benchmarks.measuring.clocks import wall_ms
-from benchmarks.measuring.results import Figure, Measurement, beside_each, timed
+from benchmarks.measuring.results import Figure, beside_each, timed
 from benchmarks.subjects.hosts import on_side_stream, recorded
 from benchmarks.subjects.packs import hidden_states, model_options
 from megagraph.demo.trainer import transformer_config
@@ -95,6 +95,4 @@ def _figures_of(name: str) -> list[Figure]:
     return beside_each(figure, rivals, lambda answer: float(median(answer["walls"])))
 
 
-def measure(measurement: Measurement) -> None:
-    for name in CASES:
-        measurement.take(name, partial(_figures_of, name))
+FIGURES = {name: partial(_figures_of, name) for name in CASES}

@@ -9,7 +9,7 @@ from functools import partial
 
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part
-from benchmarks.measuring.results import Figure, Measurement, timed, timed_ratio
+from benchmarks.measuring.results import Figure, timed, timed_ratio
 from benchmarks.subjects.steps import measure_steps, step_case
 
 HIDDEN, TOKENS = (512, 1024, 2048, 4096), (1024, 4096, 16384)
@@ -46,6 +46,4 @@ def _figures_of(hidden: int) -> list[Figure]:
     return figures
 
 
-def measure(measurement: Measurement) -> None:
-    for hidden in HIDDEN:
-        measurement.take(f"hidden {hidden}", partial(_figures_of, hidden))
+FIGURES = {f"hidden {hidden}": partial(_figures_of, hidden) for hidden in HIDDEN}

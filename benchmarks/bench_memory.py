@@ -6,12 +6,11 @@ torch's allocator, from the start of the process; no optimizer has made its stat
 difference. What lies outside the allocator is the device's used memory less that: nothing else may run there.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, against, plain
+from benchmarks.measuring.results import Figure, against, plain
 from benchmarks.subjects.steps import NUM_SEQS, StepCase, measure_steps, step_case
 from megagraph.decide.dispatch import Capacity
 
@@ -47,8 +46,10 @@ PARTS: Parts = {
 }
 
 
-def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
-    """The figures of one model, from what its processes answered."""
+def _measured(name: str) -> list[Figure]:
+    """The figures of one model."""
+    parts = ("eager", "graphed", *CASES[name][1])
+    answers = {what: measure_part(__name__, f"{name}: {what}") for what in parts}
     graphed, eager = answers["graphed"], answers["eager"]
 
     def executables(answer: Answer) -> int:
@@ -87,9 +88,4 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
     return figures
 
 
-def measure(measurement: Measurement) -> None:
-    def measured(name: str, *parts: str) -> list[Figure]:
-        return figures_of(name, {what: measure_part(__name__, f"{name}: {what}") for what in parts})
-
-    for name, (_, beside) in CASES.items():
-        measurement.take(name, partial(measured, name, "eager", "graphed", *beside))
+FIGURES = {name: partial(_measured, name) for name in CASES}

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, caught, measure_part
 from benchmarks.measuring.clocks import MIB, Call, copy_of, in_turns
-from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
+from benchmarks.measuring.results import Figure, against, plain, timed
 from benchmarks.subjects.hosts import check_replays, install_for, recorded
 from benchmarks.subjects.packs import MICRO_BATCHES, a_pack, model_options
 from benchmarks.subjects.steps import StepTrainer, batch_of, without_collection
@@ -149,7 +149,7 @@ def _upstream_figures() -> list[Figure]:
     return [of(name=f"upstream: {it}", value=int(not no), rival=no or None) for it, no in said.items()]
 
 
-def measure(measurement: Measurement) -> None:
-    for slots in SLOTS:
-        measurement.take(f"{slots} slots", partial(_figures_of, slots))
-    measurement.take("upstream", _upstream_figures)
+FIGURES = {
+    **{f"{slots} slots": partial(_figures_of, slots) for slots in SLOTS},
+    "upstream": _upstream_figures,
+}

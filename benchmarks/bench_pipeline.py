@@ -7,13 +7,12 @@ and what they send goes over sockets: such times tell nothing of ranks on GPUs o
 """
 
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
+from benchmarks.measuring.results import FOLDER, Figure, against, plain, timed
 from benchmarks.subjects import pipelines
 from benchmarks.subjects.hosts import DETERMINISTIC, on_ranks
 from benchmarks.subjects.packs import model_options
@@ -57,7 +56,8 @@ def _memory_figures(name: str) -> list[Figure]:
     ]
 
 
-def _training_figures(name: str, report: Path) -> list[Figure]:
+def _training_figures(name: str) -> list[Figure]:
+    report = FOLDER / "pipeline_report.json"
     found = measure_part(__name__, name, environment={**DETERMINISTIC, "MEGAGRAPH_REPORT": str(report)})
     whose = "on GPUs of their own" if torch.cuda.device_count() >= RANKS else "that share a GPU"
     title = f"{RANKS} ranks {whose}, {name}, hidden 1024, 8 layers, packs of up to 2048"
@@ -68,9 +68,7 @@ def _training_figures(name: str, report: Path) -> list[Figure]:
     ]
 
 
-def measure(measurement: Measurement) -> None:
-    for name in MEMORY:
-        measurement.take(name, partial(_memory_figures, name))
-    report = measurement.path.with_name(f"{measurement.path.stem}_report.json")
-    for name in TRAININGS:
-        measurement.take(name, partial(_training_figures, name, report))
+FIGURES = {
+    **{name: partial(_memory_figures, name) for name in MEMORY},
+    **{name: partial(_training_figures, name) for name in TRAININGS},
+}

@@ -6,13 +6,13 @@ Times are for each layer of the whole stack, the device idle before each pass, s
 for a full queue. Each part runs in a process of its own: a capture that fails may leave its process useless.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
-from benchmarks.measuring.results import Figure, Measurement, beside_each, differences, timed, timed_ratio
+from benchmarks.measuring.results import Figure, beside_each, differences, timed, timed_ratio
 from benchmarks.subjects import costs, layers
 from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions
@@ -41,11 +41,12 @@ PARTS: Parts = {
 }
 
 
-def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
+def _layer_figures() -> list[Figure]:
     """Each pass of a layer against each rival, the share that is the plugin's own, and what is beside.
 
     Beside: what of a micro-batch is not its layers.
     """
+    own, rivals = measure_part(__name__, "own"), {name: try_part(__name__, name) for name in RIVALS}
     graphed, everyone, figures = own["graphed"], {"eager": own["eager"], **rivals}, list[Figure]()
     for phase, bar in BARS.items():
         ours, bare = graphed[phase], graphed[f"bare {phase}"]
@@ -73,12 +74,12 @@ def _own_share(name: str, ours: list[float], bare: list[float], **more: Any) -> 
     return timed(name, differences(ours, bare), "us", value=value, **more)
 
 
-def bank_figures(banks: Mapping[str, Answer]) -> list[Figure]:
+def _bank_figures() -> list[Figure]:
     """Times of each bank, and how flat they are: each against one variant in one slot.
 
     Autograd's own call, once a micro-batch, is the same in each bank, and left out of the backward.
     """
-    figures = []
+    banks, figures = measure_part(__name__, "banks"), []
     (first, one), *others = banks.items()
     for key, title in {"forward": "forward", NO_ENGINE: WITHOUT_ENGINE}.items():
         bare = f"bare {key.partition(' ')[0]}"
@@ -102,10 +103,10 @@ def _larger_first(one: list[float], other: list[float]) -> tuple[list[float], li
     return (one, other) if median(one) >= median(other) else (other, one)
 
 
-def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
+def _call_figures() -> list[Figure]:
     """Inside of the layers of an eager call the wrappers add nothing."""
     figures = []
-    for name, answer in calls.items():
+    for name, answer in measure_part(__name__, "calls").items():
         patched, unpatched = answer["patched"], answer["unpatched"]
         rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
         figures += [
@@ -115,8 +116,9 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
     return figures
 
 
-def last_figures(last: Answer) -> list[Figure]:
+def _last_figures() -> list[Figure]:
     title = "last micro-batch with overlap_grad_reduce, backward of a layer"
+    last = measure_part(__name__, "last")
     return [
         timed(f"{title}: own share", last["own"], "us", bar=LAST_BAR),
         timed(f"{title}: all of it, median", last["backward"], "us", floor=median(last["bare"])),
@@ -124,12 +126,4 @@ def last_figures(last: Answer) -> list[Figure]:
     ]
 
 
-def measure(measurement: Measurement) -> None:
-    ask = partial(measure_part, __name__)
-
-    def beside_rivals() -> list[Figure]:
-        return layer_figures(ask("own"), {name: try_part(__name__, name) for name in RIVALS})
-
-    measurement.take("layers", beside_rivals)
-    for part, figures_of in {"banks": bank_figures, "calls": call_figures, "last": last_figures}.items():
-        measurement.take(part, lambda part=part, figures_of=figures_of: figures_of(ask(part)))  # type: ignore[misc]
+FIGURES = {"layers": _layer_figures, "banks": _bank_figures, "calls": _call_figures, "last": _last_figures}

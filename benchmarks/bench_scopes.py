@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, against, plain, timed
+from benchmarks.measuring.results import Figure, against, plain, timed
 from benchmarks.subjects.packs import LAYER_KINDS
 from benchmarks.subjects.steps import expert_layers, measure_steps, step_case
 
@@ -87,7 +87,7 @@ def _granularity_figures() -> list[Figure]:
     return figures
 
 
-def measure(measurement: Measurement) -> None:
-    for kind in LAYER_KINDS:
-        measurement.take(kind, partial(_layer_figures, kind))
-    measurement.take(HOST_LIMITED_NAME, _granularity_figures)
+FIGURES = {
+    **{kind: partial(_layer_figures, kind) for kind in LAYER_KINDS},
+    HOST_LIMITED_NAME: _granularity_figures,
+}

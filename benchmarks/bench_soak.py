@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement
+from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import check_replays, install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import made_quickly
@@ -83,7 +83,8 @@ def measure_soak(options: ModelOptions, replays: int) -> Answer:
 PARTS: Parts = {"replays": partial(measure_soak, model_options(256, layers=24, tokens=256), REPLAYS)}
 
 
-def figures_of(answer: Answer) -> list[Figure]:
+def _figures() -> list[Figure]:
+    answer = measure_part(__name__, "replays", timeout=900)
     grown = answer["grown"]
     replays = {"value": answer["replays"], "bar": REPLAYS, "better": "higher"}
     return [
@@ -96,5 +97,4 @@ def figures_of(answer: Answer) -> list[Figure]:
     ]
 
 
-def measure(measurement: Measurement) -> None:
-    measurement.take("replays", lambda: figures_of(measure_part(__name__, "replays", timeout=900)))
+FIGURES = {"replays": _figures}

@@ -9,12 +9,12 @@ measured twice: with the plugin, graphs disabled, which pads packs to their capa
 as they come, with our attention and RoPE, which Megatron's local layers need.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
-from benchmarks.measuring.results import Figure, Measurement, beside_each, plain, ratios, timed
+from benchmarks.measuring.results import Figure, beside_each, plain, ratios, timed
 from benchmarks.subjects.steps import StepCase, measure_ours, measure_rival, step_case
 
 SAME_PACKS = "eager with the plugin, graphs disabled"
@@ -40,8 +40,9 @@ def by_step(walls: Sequence[float], order: Sequence[int]) -> list[float]:
     return [median(walls) for walls in of_step.values()]
 
 
-def figures_of(case: StepCase, ours: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
-    """The figures of one case."""
+def _figures_of(case: StepCase) -> list[Figure]:
+    ours = measure_part(__name__, f"{case.name}: ours")
+    rivals = {kind: try_part(__name__, f"{case.name}: {kind}") for kind in case.rivals}
     graphed, bare, order, unpatched = (ours[name] for name in ("graphed", "bare", "order", "unpatched"))
     # Each floor is of its own round and its own packs.
     outside = ours["outside_ms"]
@@ -92,11 +93,4 @@ def _beside_eager(case: StepCase, ours: Answer) -> list[Figure]:
     return figures
 
 
-def _measured(case: StepCase) -> list[Figure]:
-    ours = measure_part(__name__, f"{case.name}: ours")
-    return figures_of(case, ours, {kind: try_part(__name__, f"{case.name}: {kind}") for kind in case.rivals})
-
-
-def measure(measurement: Measurement) -> None:
-    for case in CASES:
-        measurement.take(case.name, partial(_measured, case))
+FIGURES = {case.name: partial(_figures_of, case) for case in CASES}

@@ -15,7 +15,7 @@ import torch
 import megagraph
 from benchmarks.measuring.children import Answer, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, Measurement, against, timed
+from benchmarks.measuring.results import Figure, against, timed
 from benchmarks.subjects.hosts import DETERMINISTIC, install_for
 from benchmarks.subjects.packs import CASES, Case
 from megagraph.demo.compare import time_steps
@@ -67,6 +67,4 @@ def _figures_of(name: str) -> list[Figure]:
     ]
 
 
-def measure(measurement: Measurement) -> None:
-    for name in CASES:
-        measurement.take(name, partial(_figures_of, name))
+FIGURES = {name: partial(_figures_of, name) for name in CASES}

@@ -5,7 +5,6 @@ Needs matplotlib (`pip install --group plot`) and no GPU. The same results give 
 """
 
 import contextlib
-import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from benchmarks.bench_delayed_weights import TIMELINE
 from benchmarks.bench_gain import GAIN, HIDDEN, TOKENS, name_of
-from benchmarks.measuring.results import RESULTS, Figure, read_result
+from benchmarks.measuring.results import FOLDER, Figure, read_result
 
 IMAGES = Path("docs/images")
 OURS = "megagraph"
@@ -109,8 +108,7 @@ def draw_gains(gains: Sequence[Sequence[float]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(os.environ.get("OUT", RESULTS))
-    draw(rows_of(read_result(folder / "step.json").figures), IMAGES / "step.svg")
-    draw_nodes(nodes_of(read_result(folder / "delayed_weights.json").figures), IMAGES / "nodes.svg")
-    draw_gains(gains_of(read_result(folder / "gain.json").figures), IMAGES / "gain.svg")
+    draw(rows_of(read_result(FOLDER / "step.json").figures), IMAGES / "step.svg")
+    draw_nodes(nodes_of(read_result(FOLDER / "delayed_weights.json").figures), IMAGES / "nodes.svg")
+    draw_gains(gains_of(read_result(FOLDER / "gain.json").figures), IMAGES / "gain.svg")
     print(f"wrote {IMAGES}", flush=True)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from importlib import metadata
 from operator import sub, truediv
 from pathlib import Path
@@ -27,14 +27,9 @@ from benchmarks.measuring.children import Answer, described
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+FOLDER = Path(os.environ.get("OUT", RESULTS))  # to which results are written
 Times = Sequence[float]
-Better = Literal["lower", "higher"]
 Read = Callable[[Answer], float]
-# The keys of a file beside its figures; of a figure, and of a timed one.
-_ENVIRONMENT = ("commit", "device", "driver", "torch", "megatron_core", "transformer_engine", "command")
-_FIGURE = ("name", "value", "unit", "bar", "holds", "rival", "rival_value", "floor")
-_SPREAD = ("p10", "p90")
-_FOLDER = "--out"  # takes a path of the machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,32 +40,29 @@ class Figure:
     value: float  # of repeated timings their median
     unit: str
     bar: float | None = None  # the value to reach
-    better: Better = field(default="lower", compare=False)  # not stored: `holds` tells it
+    holds: bool | None = None  # whether it does; by default, as `better` has it
     rival: str | None = None  # what else was timed in the same run
     rival_value: float | None = None
     floor: float | None = None  # the best that anything could reach here
     p10: float | None = None  # 10th percentile of repeated timings
     p90: float | None = None
+    better: InitVar[Literal["lower", "higher"]] = "lower"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, better: str) -> None:
         for key in ("value", "bar", "rival_value", "floor", "p10", "p90"):
             number = getattr(self, key)
             if number is not None and not math.isfinite(number):
                 raise ValueError(f"figure {self.name!r}, key {key!r}: expected a finite number, got {number}")
         if self.rival is None and self.rival_value is not None:
             raise ValueError(f"figure {self.name!r}: expected who measured {self.rival_value}, got no rival")
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the value reaches its bar; None without a bar."""
-        if self.bar is None:
-            return None
-        return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
+        if self.holds is None and self.bar is not None:
+            holds = self.value <= self.bar if better == "lower" else self.value >= self.bar
+            object.__setattr__(self, "holds", holds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one command measured, and where; `environment` is what `describe_environment()` answers."""
+    """What one command measured, and where; `environment` is what `describe_environment()` answered."""
 
     environment: dict[str, str | None]
     figures: tuple[Figure, ...]
@@ -121,7 +113,7 @@ def beside(figure: Figure, rival: str, answer: Answer, read: Read) -> Figure:
 def beside_each(figure: Figure, rivals: Mapping[str, Answer], read: Read) -> list[Figure]:
     """One figure beside each of several rivals; the bar, which is one, stands on the first."""
     rows = [beside(figure, rival, answer, read) for rival, answer in rivals.items()]
-    return [*rows[:1], *(replace(row, bar=None) for row in rows[1:])]
+    return [*rows[:1], *(replace(row, bar=None, holds=None) for row in rows[1:])]
 
 
 def describe_environment() -> dict[str, str | None]:
@@ -173,23 +165,18 @@ def _version(module: str, distribution: str) -> str | None:
 
 
 def _command() -> str:
-    """What reproduces the result, wherever this run has put it."""
+    """What reproduces the result."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = None if spec is None else str(spec.name).removesuffix(".__main__")
     program = ["python", "-m", module] if module else [Path(sys.argv[0]).name]
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith(f"{_FOLDER}=")]
-    if _FOLDER in arguments:
-        place = arguments.index(_FOLDER)
-        del arguments[place : place + 2]
-    return shlex.join([*program, *arguments])
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def write_result(path: Path, figures: Sequence[Figure]) -> None:
     """Writes figures of this process as JSON; a reader sees the old file or the whole new one."""
-    records = [
-        {key: of for key in (*_FIGURE, *_SPREAD) if (of := getattr(each, key)) is not None or key in _FIGURE}
-        for each in figures
-    ]
+    records = [*map(asdict, figures)]
+    for once in (it for it in records if it["p10"] is None):
+        del once["p10"], once["p90"]
     record = {**describe_environment(), "figures": records}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -201,20 +188,10 @@ def read_result(path: Path) -> Result:
     """Reads a result. Raises `ValueError`, naming the file, where it is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        figures = tuple(_figure_of(**figure) for figure in record.pop("figures"))
-        record.setdefault("transformer_engine", None)  # older files lack it
-        if set(record) != set(_ENVIRONMENT):
-            raise ValueError(f"expected keys {', '.join(_ENVIRONMENT)}, got {', '.join(record)}")
+        figures = tuple(Figure(**figure) for figure in record.pop("figures"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return Result(environment=record, figures=figures)
-
-
-def _figure_of(*, value: float, bar: float | None, holds: bool | None, **record: Any) -> Figure:
-    if (holds is None) != (bar is None) or (value == bar and not holds):
-        raise ValueError(f"expected `holds` to say whether {value} reaches {bar}, got {holds}")
-    better: Better = "lower" if bar is None or (value <= bar) == holds else "higher"
-    return Figure(value=value, bar=bar, better=better, **record)
 
 
 def show(title: str, figures: Sequence[Figure]) -> None:
@@ -244,28 +221,22 @@ def publish(path: Path, figures: Sequence[Figure]) -> None:
     print(f"wrote {path}", flush=True)
 
 
-class Measurement:
-    """The figures of one benchmark, part by part: each is written at once, however the rest fares.
+def measure(path: Path, parts: Mapping[str, Callable[[], Iterable[Figure]]]) -> None:
+    """Measures the parts of a benchmark, and publishes what there is.
 
-    A part that fails is named, and the others stay.
+    What a part found is written at once, however the rest fares. Raises `RuntimeError` if a part has failed,
+    naming each.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path  # of its result
-        self.figures: list[Figure] = []
-        self._failures: list[str] = []
-
-    def take(self, what: str, part: Callable[[], Iterable[Figure]]) -> None:
+    figures: list[Figure] = []
+    failures = []
+    for what, part in parts.items():
         try:
-            self.figures += list(part())
-            write_result(self.path, self.figures)
+            figures += part()
+            write_result(path, figures)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            self._failures.append(f"{what}: {described(error)}")
-
-    def publish(self) -> None:
-        """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""
-        if self.figures:
-            publish(self.path, self.figures)
-        if self._failures or not self.figures:
-            raise RuntimeError("; ".join(self._failures) or "nothing was measured")
+            failures.append(f"{what}: {described(error)}")
+    if figures:
+        publish(path, figures)
+    if failures:
+        raise RuntimeError("; ".join(failures))

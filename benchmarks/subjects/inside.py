@@ -54,16 +54,6 @@ def _compiled() -> ctypes.CDLL:
     return loaded
 
 
-@functools.cache
-def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "/libcudart.so" in path:
-            return ctypes.CDLL(path)
-    raise RuntimeError("torch has loaded no libcudart in this process")
-
-
 class BareLoop:
     """Launches the same graphs, `cudaGraphExec_t` handles whose owner keeps them, on the current stream."""
 
@@ -72,7 +62,8 @@ class BareLoop:
             raise ValueError("expected the handles of CUDA graphs, got null: these are the host backend's")
         self._stream = torch.cuda.current_stream().cuda_stream
         self._execs = (ctypes.c_void_p * len(execs))(*execs)
-        self._launch = ctypes.cast(_runtime().cudaGraphLaunch, ctypes.c_void_p)
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # torch's
+        self._launch = ctypes.cast(runtime.cudaGraphLaunch, ctypes.c_void_p)
         self._loop = _compiled().launch_all
 
     def __call__(self, rounds: int = 1) -> None:
