@@ -75,7 +75,6 @@ struct RopeMlaArgs {
   const int32_t* cu_seqlens;
   int32_t tokens, num_seqs, positions, rotary_dim, cp_size, cp_rank;
 };
-void rope_mla(const RopeMlaArgs& args, RopeScalar scalar, RopeRounding rounding, bool backward,
-              cudaStream_t stream);
+void rope_mla(const RopeMlaArgs& args, RopeScalar scalar, bool backward, cudaStream_t stream);
 
 }  // namespace megagraph

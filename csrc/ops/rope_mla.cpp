@@ -36,7 +36,7 @@ namespace {
 // -- CPU -----------------------------------------------------------------------------------------
 
 // One row of one head, from adjacent members to split ones, or back. `in` may be `out`.
-template <typename scalar_t, RopeRounding rounding, bool backward>
+template <typename scalar_t, bool backward>
 void rotate_row(const scalar_t* in, scalar_t* out, const scalar_t* cos, const scalar_t* sin,
                 int64_t half) {
   std::array<scalar_t, kMaxRopeMlaDim> x;
@@ -44,11 +44,13 @@ void rotate_row(const scalar_t* in, scalar_t* out, const scalar_t* cos, const sc
   for (int64_t i = 0; i < half; ++i) {
     const RopePair<scalar_t> c{cos[i], cos[half + i]}, s{sin[i], sin[half + i]};
     if constexpr (backward) {
-      const auto y = rotate_pair_back<rounding>(RopePair<scalar_t>{x[i], x[half + i]}, c, s);
+      const auto y =
+          rotate_pair_back<RopeRounding::kFused>(RopePair<scalar_t>{x[i], x[half + i]}, c, s);
       out[2 * i] = y.first;
       out[2 * i + 1] = y.second;
     } else {
-      const auto y = rotate_pair<rounding>(RopePair<scalar_t>{x[2 * i], x[2 * i + 1]}, c, s);
+      const auto y =
+          rotate_pair<RopeRounding::kFused>(RopePair<scalar_t>{x[2 * i], x[2 * i + 1]}, c, s);
       out[i] = y.first;
       out[half + i] = y.second;
     }
@@ -67,7 +69,7 @@ void zero_row(const at::Tensor& t, int64_t row) {
   }
 }
 
-template <typename scalar_t, RopeRounding rounding, bool backward>
+template <typename scalar_t, bool backward>
 void rope_mla_row(const RopeMlaTensors& all, int64_t row, int32_t position) {
   if (position < 0) {
     zero_row<scalar_t>(all.q_out, row);
@@ -82,7 +84,7 @@ void rope_mla_row(const RopeMlaTensors& all, int64_t row, int32_t position) {
     const auto* in = row_of<scalar_t>(all.q, row, head);
     auto* out = row_of<scalar_t>(all.q_out, row, head);
     if (backward) std::copy_n(in, content, out);
-    rotate_row<scalar_t, rounding, backward>(in + content, out + content, cos, sin, half);
+    rotate_row<scalar_t, backward>(in + content, out + content, cos, sin, half);
   }
   if (!all.kv.defined()) return;
   const int64_t heads = all.kv.size(1), v_dim = all.v.size(2);
@@ -91,7 +93,7 @@ void rope_mla_row(const RopeMlaTensors& all, int64_t row, int32_t position) {
   std::array<sum_t, kMaxRopeMlaDim> sum{};
   std::array<scalar_t, kMaxRopeMlaDim> rotary;
   auto* k_pe = row_of<scalar_t>(all.k_pe, row, 0);
-  if (!backward) rotate_row<scalar_t, rounding, false>(k_pe, rotary.data(), cos, sin, half);
+  if (!backward) rotate_row<scalar_t, false>(k_pe, rotary.data(), cos, sin, half);
   for (int64_t head = 0; head < heads; ++head) {
     auto* kv = row_of<scalar_t>(all.kv, row, head);
     auto* k = row_of<scalar_t>(all.k, row, head);
@@ -108,7 +110,7 @@ void rope_mla_row(const RopeMlaTensors& all, int64_t row, int32_t position) {
   }
   if constexpr (backward) {
     for (int64_t d = 0; d < rotary_dim; ++d) rotary[d] = static_cast<scalar_t>(sum[d]);
-    rotate_row<scalar_t, rounding, true>(rotary.data(), k_pe, cos, sin, half);
+    rotate_row<scalar_t, true>(rotary.data(), k_pe, cos, sin, half);
   }
 }
 
@@ -119,8 +121,6 @@ std::vector<at::Tensor> run_cpu(const RopeMlaTensors& all) {
   const int32_t* cu = all.cu_seqlens.const_data_ptr<int32_t>();
   const auto num_seqs = static_cast<int32_t>(all.cu_seqlens.numel()) - 1;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, all.cos.scalar_type(), kRopeMla, [&] {
-    const auto run = all.fused ? rope_mla_row<scalar_t, RopeRounding::kFused, backward>
-                               : rope_mla_row<scalar_t, RopeRounding::kEach, backward>;
     at::parallel_for(0, all.tokens(), 64, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int32_t position =
@@ -128,7 +128,7 @@ std::vector<at::Tensor> run_cpu(const RopeMlaTensors& all) {
                               static_cast<int32_t>(all.cp_size), static_cast<int32_t>(all.cp_rank));
         TORCH_CHECK_INDEX(position < all.cos.size(0), kRopeMla, ": row ", row, " has position ",
                           position, ", past the ", all.cos.size(0), " positions of the tables");
-        run(all, row, position);
+        rope_mla_row<scalar_t, backward>(all, row, position);
       }
     });
   });
@@ -178,9 +178,7 @@ std::vector<at::Tensor> run_cuda(const RopeMlaTensors& all) {
   args.rotary_dim = static_cast<int32_t>(all.cos.size(1));
   args.cp_size = static_cast<int32_t>(all.cp_size);
   args.cp_rank = static_cast<int32_t>(all.cp_rank);
-  rope_mla(args, scalar_of(all.cos.scalar_type()),
-           all.fused ? RopeRounding::kFused : RopeRounding::kEach, backward,
-           c10::cuda::getCurrentCUDAStream());
+  rope_mla(args, scalar_of(all.cos.scalar_type()), backward, c10::cuda::getCurrentCUDAStream());
   return all.results(backward);
 }
 #endif
@@ -198,26 +196,24 @@ template <Run run>
 std::vector<at::Tensor> rope_mla_on(const MaybeTensor& q, const MaybeTensor& kv,
                                     const MaybeTensor& k_pe, const at::Tensor& cos,
                                     const at::Tensor& sin, const at::Tensor& cu_seqlens_padded,
-                                    int64_t v_dim, bool fused, int64_t cp_size, int64_t cp_rank) {
-  return run(
-      rope_mla_tensors(q, kv, k_pe, cos, sin, cu_seqlens_padded, v_dim, fused, cp_size, cp_rank));
+                                    int64_t v_dim, int64_t cp_size, int64_t cp_rank) {
+  return run(rope_mla_tensors(q, kv, k_pe, cos, sin, cu_seqlens_padded, v_dim, cp_size, cp_rank));
 }
 
 template <Run run>
 std::vector<at::Tensor> rope_mla_backward_on(const MaybeTensor& dq, const MaybeTensor& dk,
                                              const MaybeTensor& dv, const at::Tensor& cos,
                                              const at::Tensor& sin,
-                                             const at::Tensor& cu_seqlens_padded, bool fused,
-                                             int64_t cp_size, int64_t cp_rank) {
-  return run(
-      rope_mla_backward_tensors(dq, dk, dv, cos, sin, cu_seqlens_padded, fused, cp_size, cp_rank));
+                                             const at::Tensor& cu_seqlens_padded, int64_t cp_size,
+                                             int64_t cp_rank) {
+  return run(rope_mla_backward_tensors(dq, dk, dv, cos, sin, cu_seqlens_padded, cp_size, cp_rank));
 }
 
 std::vector<at::Tensor> rope_mla_autograd(const MaybeTensor& q, const MaybeTensor& kv,
                                           const MaybeTensor& k_pe, const at::Tensor& cos,
                                           const at::Tensor& sin,
                                           const at::Tensor& cu_seqlens_padded, int64_t v_dim,
-                                          bool fused, int64_t cp_size, int64_t cp_rank) {
+                                          int64_t cp_size, int64_t cp_rank) {
   for (const MaybeTensor* t : {&q, &kv, &k_pe}) {
     TORCH_CHECK(!(at::GradMode::is_enabled() && t->has_value() && (*t)->requires_grad()),
                 "rope_mla_ writes in place and has no derivative: use packs.rope for tensors "
@@ -228,11 +224,11 @@ std::vector<at::Tensor> rope_mla_autograd(const MaybeTensor& q, const MaybeTenso
           .findSchemaOrThrow("megagraph::rope_mla_", "")
           .typed<std::vector<at::Tensor>(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                                          const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                         int64_t, bool, int64_t, int64_t)>();
+                                         int64_t, int64_t, int64_t)>();
   std::vector<at::Tensor> made;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    made = op.call(q, kv, k_pe, cos, sin, cu_seqlens_padded, v_dim, fused, cp_size, cp_rank);
+    made = op.call(q, kv, k_pe, cos, sin, cu_seqlens_padded, v_dim, cp_size, cp_rank);
   }
   if (q) note_write(*q);
   return made;

@@ -160,14 +160,15 @@ struct Tables {
 };
 
 // From adjacent members to split ones, or back.
-template <RopeRounding rounding, bool backward, typename P, typename T>
+template <bool backward, typename P, typename T>
 __device__ P rotated(const P& x, const T& tables) {
-  const P y = rotate<rounding, backward>(backward ? x : x.unzipped(), tables.cos, tables.sin);
+  constexpr RopeRounding kHow = RopeRounding::kFused;
+  const P y = rotate<kHow, backward>(backward ? x : x.unzipped(), tables.cos, tables.sin);
   return backward ? y.zipped() : y;
 }
 
 // Rotates a part of the heads. In place, what is not rotated stays as it is, but for the tail.
-template <typename scalar_t, int kVec, RopeRounding rounding, bool backward>
+template <typename scalar_t, int kVec, bool backward>
 __device__ void rotate_part(const RopeMlaArgs& args, int32_t token, int part, const Tiling& tiling,
                             const RopeMlaView& in, const RopeMlaView& out) {
   using C = Chunk<scalar_t, kVec>;
@@ -196,7 +197,7 @@ __device__ void rotate_part(const RopeMlaArgs& args, int32_t token, int part, co
     if (k > 0 && one && position >= 0 && is_mine(k)) {
       tables.load(args, position, place.chunk + k * chunk_step);
     }
-    x[k] = rotated<rounding, backward>(x[k], tables);
+    x[k] = rotated<backward>(x[k], tables);
     if (position < 0) x[k] = {};
   }
   __syncwarp();  // in place, a chunk's pairs go where other lanes found theirs
@@ -219,7 +220,7 @@ __device__ void rotate_part(const RopeMlaArgs& args, int32_t token, int part, co
 // The gradient of the rotary key: the sum over all heads, in float and in their order, rotated
 // back. A lane adds up dimensions of its own, out of a tile that is filled without registers, so
 // that as many heads are on their way at once as it holds.
-template <typename scalar_t, int kVec, RopeRounding rounding>
+template <typename scalar_t, int kVec>
 __device__ void sum_keys(const RopeMlaArgs& args, int32_t token) {
   using sum_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
   using C = Chunk<scalar_t, kVec>;
@@ -282,13 +283,13 @@ __device__ void sum_keys(const RopeMlaArgs& args, int32_t token) {
     if (position >= 0) {
       Tables<scalar_t, kVec> tables;
       tables.load(args, position, chunk);
-      y = rotated<rounding, true>(C::load(row, chunk, half, true), tables);
+      y = rotated<true>(C::load(row, chunk, half, true), tables);
     }
     C::store(k_pe.data, chunk, half, false, y);
   }
 }
 
-template <typename scalar_t, int kVec, RopeRounding rounding, bool backward>
+template <typename scalar_t, int kVec, bool backward>
 __global__ void __launch_bounds__(kMaxWarps* kWarp, 4)
     rope_mla_kernel(const __grid_constant__ RopeMlaArgs args, const __grid_constant__ Parts parts) {
   const int group = blockIdx.x / parts.token_blocks;
@@ -296,14 +297,13 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 4)
   int part = (blockIdx.x - group * parts.token_blocks) * blockDim.y + threadIdx.y;
   if (token >= args.tokens) return;
   if (part < parts.keys) {
-    if constexpr (backward) return sum_keys<scalar_t, kVec, rounding>(args, token);
-    return rotate_part<scalar_t, kVec, rounding, false>(args, token, part, parts.rotary, args.k_pe,
-                                                        args.k);
+    if constexpr (backward) return sum_keys<scalar_t, kVec>(args, token);
+    return rotate_part<scalar_t, kVec, false>(args, token, part, parts.rotary, args.k_pe, args.k);
   }
   part -= parts.keys;
   if (part < parts.queries) {
-    return rotate_part<scalar_t, kVec, rounding, backward>(args, token, part, parts.rotary, args.q,
-                                                           args.q_out);
+    return rotate_part<scalar_t, kVec, backward>(args, token, part, parts.rotary, args.q,
+                                                 args.q_out);
   }
   part -= parts.queries;
   if (part < parts.query_copies) {
@@ -369,11 +369,10 @@ Parts parts_of(const RopeMlaArgs& args, bool backward) {
 }
 
 template <typename scalar_t>
-void launch(const RopeMlaArgs& args, RopeRounding rounding, bool backward, cudaStream_t stream) {
+void launch(const RopeMlaArgs& args, bool backward, cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(scalar_t);
-  const auto with = [&](auto vec, auto how) {
+  const auto with = [&](auto vec) {
     constexpr int kVec = decltype(vec)::value;
-    constexpr RopeRounding kHow = decltype(how)::value;
     const Parts parts = parts_of<kVec>(args, backward);
     if (parts.all() == 0) return;
     const int tokens = std::max(kMaxWarps / parts.all(), 1);  // of a block
@@ -383,32 +382,26 @@ void launch(const RopeMlaArgs& args, RopeRounding rounding, bool backward, cudaS
       kernel<<<groups * parts.token_blocks, block, 0, stream>>>(args, parts);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     };
-    return backward ? run(rope_mla_kernel<scalar_t, kVec, kHow, true>)
-                    : run(rope_mla_kernel<scalar_t, kVec, kHow, false>);
+    return backward ? run(rope_mla_kernel<scalar_t, kVec, true>)
+                    : run(rope_mla_kernel<scalar_t, kVec, false>);
   };
-  const auto rounded = [&](auto vec) {
-    return rounding == RopeRounding::kFused
-               ? with(vec, std::integral_constant<RopeRounding, RopeRounding::kFused>{})
-               : with(vec, std::integral_constant<RopeRounding, RopeRounding::kEach>{});
-  };
-  return allows_wide_access(args, sizeof(scalar_t)) ? rounded(std::integral_constant<int, kWide>{})
-                                                    : rounded(std::integral_constant<int, 1>{});
+  return allows_wide_access(args, sizeof(scalar_t)) ? with(std::integral_constant<int, kWide>{})
+                                                    : with(std::integral_constant<int, 1>{});
 }
 
 }  // namespace
 
-void rope_mla(const RopeMlaArgs& args, RopeScalar scalar, RopeRounding rounding, bool backward,
-              cudaStream_t stream) {
+void rope_mla(const RopeMlaArgs& args, RopeScalar scalar, bool backward, cudaStream_t stream) {
   if (args.tokens == 0) return;
   switch (scalar) {
     case RopeScalar::kHalf:
-      return launch<c10::Half>(args, rounding, backward, stream);
+      return launch<c10::Half>(args, backward, stream);
     case RopeScalar::kBFloat16:
-      return launch<c10::BFloat16>(args, rounding, backward, stream);
+      return launch<c10::BFloat16>(args, backward, stream);
     case RopeScalar::kFloat:
-      return launch<float>(args, rounding, backward, stream);
+      return launch<float>(args, backward, stream);
     case RopeScalar::kDouble:
-      return launch<double>(args, rounding, backward, stream);
+      return launch<double>(args, backward, stream);
   }
 }
 

@@ -24,8 +24,8 @@ void check_table(const at::Tensor& cos, const at::Tensor& sin) {
 
 // Checks the tensors that are given against the tables and the first of them.
 RopeMlaTensors checked(std::initializer_list<const MaybeTensor*> given, const at::Tensor& cos,
-                       const at::Tensor& sin, const at::Tensor& cu_seqlens_padded, bool fused,
-                       int64_t cp_size, int64_t cp_rank) {
+                       const at::Tensor& sin, const at::Tensor& cu_seqlens_padded, int64_t cp_size,
+                       int64_t cp_rank) {
   check_cu_seqlens(cu_seqlens_padded, kRopeMla);
   check_context_parallel(cp_size, cp_rank, kRopeMla);
   check_table(cos, sin);
@@ -53,7 +53,6 @@ RopeMlaTensors checked(std::initializer_list<const MaybeTensor*> given, const at
   all.cu_seqlens = cu_seqlens_padded;
   all.cp_size = cp_size;
   all.cp_rank = cp_rank;
-  all.fused = fused;
   return all;
 }
 
@@ -70,9 +69,8 @@ at::Tensor new_like(const at::Tensor& t, const c10::SymInt& heads, const c10::Sy
 RopeMlaTensors rope_mla_tensors(const MaybeTensor& q, const MaybeTensor& kv,
                                 const MaybeTensor& k_pe, const at::Tensor& cos,
                                 const at::Tensor& sin, const at::Tensor& cu_seqlens_padded,
-                                int64_t v_dim, bool fused, int64_t cp_size, int64_t cp_rank) {
-  RopeMlaTensors all =
-      checked({&q, &kv, &k_pe}, cos, sin, cu_seqlens_padded, fused, cp_size, cp_rank);
+                                int64_t v_dim, int64_t cp_size, int64_t cp_rank) {
+  RopeMlaTensors all = checked({&q, &kv, &k_pe}, cos, sin, cu_seqlens_padded, cp_size, cp_rank);
   const c10::SymInt rotary_dim = cos.sym_size(1);
   if (q) {
     TORCH_CHECK_VALUE(q->sym_size(2) >= rotary_dim, kRopeMla, ": rotary_dim ", rotary_dim,
@@ -100,9 +98,8 @@ RopeMlaTensors rope_mla_tensors(const MaybeTensor& q, const MaybeTensor& kv,
 RopeMlaTensors rope_mla_backward_tensors(const MaybeTensor& dq, const MaybeTensor& dk,
                                          const MaybeTensor& dv, const at::Tensor& cos,
                                          const at::Tensor& sin, const at::Tensor& cu_seqlens_padded,
-                                         bool fused, int64_t cp_size, int64_t cp_rank) {
-  RopeMlaTensors all =
-      checked({&dq, &dk, &dv}, cos, sin, cu_seqlens_padded, fused, cp_size, cp_rank);
+                                         int64_t cp_size, int64_t cp_rank) {
+  RopeMlaTensors all = checked({&dq, &dk, &dv}, cos, sin, cu_seqlens_padded, cp_size, cp_rank);
   const c10::SymInt rotary_dim = cos.sym_size(1);
   for (const MaybeTensor* t : {&dq, &dk}) {
     TORCH_CHECK_VALUE(!t->has_value() || (*t)->sym_size(2) >= rotary_dim, kRopeMla, ": rotary_dim ",

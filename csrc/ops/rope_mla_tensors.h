@@ -22,7 +22,6 @@ struct RopeMlaTensors {
   at::Tensor k, v;      // forward written, backward read
   at::Tensor cos, sin, cu_seqlens;
   int64_t cp_size, cp_rank;
-  bool fused;
 
   int64_t tokens() const { return (q.defined() ? q : kv).size(0); }
   // What the op returns.
@@ -32,10 +31,10 @@ struct RopeMlaTensors {
 RopeMlaTensors rope_mla_tensors(const MaybeTensor& q, const MaybeTensor& kv,
                                 const MaybeTensor& k_pe, const at::Tensor& cos,
                                 const at::Tensor& sin, const at::Tensor& cu_seqlens_padded,
-                                int64_t v_dim, bool fused, int64_t cp_size, int64_t cp_rank);
+                                int64_t v_dim, int64_t cp_size, int64_t cp_rank);
 RopeMlaTensors rope_mla_backward_tensors(const MaybeTensor& dq, const MaybeTensor& dk,
                                          const MaybeTensor& dv, const at::Tensor& cos,
                                          const at::Tensor& sin, const at::Tensor& cu_seqlens_padded,
-                                         bool fused, int64_t cp_size, int64_t cp_rank);
+                                         int64_t cp_size, int64_t cp_rank);
 
 }  // namespace megagraph

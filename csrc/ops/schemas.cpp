@@ -37,11 +37,11 @@ TORCH_LIBRARY(megagraph, m) {
   // Not traced: torch makes no functional form of an op that both writes and returns a list.
   m.def(
       "rope_mla_(Tensor(a!)? q, Tensor? kv, Tensor? k_pe, Tensor cos, Tensor sin, "
-      "Tensor cu_seqlens_padded, *, int v_dim=0, bool fused=False, int cp_size=1, int cp_rank=0) "
+      "Tensor cu_seqlens_padded, *, int v_dim=0, int cp_size=1, int cp_rank=0) "
       "-> Tensor[]");
   m.def(
       "rope_mla_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor cos, Tensor sin, "
-      "Tensor cu_seqlens_padded, *, bool fused=False, int cp_size=1, int cp_rank=0) -> Tensor[]",
+      "Tensor cu_seqlens_padded, *, int cp_size=1, int cp_rank=0) -> Tensor[]",
       tags);
 
   m.def(

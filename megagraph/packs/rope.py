@@ -7,7 +7,6 @@ frequencies, and does not trace under ``torch.compile``. `megagraph/packs/ops.py
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megagraph.packs import ops
 
-__all__ = ["RotaryTables", "Rotation", "rope_mla"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotation:
-    """Which angle each row of a pack is rotated by, and with which roundings.
-
-    If `fused` as in Megatron's fused kernels, which round the product of a pair's second member and add that
-    of the first unrounded; else each product and each sum is rounded, as in its unfused path.
-    """
-
-    # [positions, R] in the dtype of what is rotated, R even and at most 256, YaRN's scale multiplied in.
-    cos: Tensor
-    sin: Tensor
-    cu_seqlens_padded: Tensor
-    fused: bool = False
-    cp_size: int = 1
-    cp_rank: int = 0
+__all__ = ["RotaryTables", "rope_mla"]
 
 
 class _RopeMla(torch.autograd.Function):
@@ -44,14 +26,10 @@ class _RopeMla(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, how: Rotation, v_dim: int
-    ) -> tuple[Tensor, ...]:
-        tensors = how.cos, how.sin, how.cu_seqlens_padded
-        options = {"fused": how.fused, "cp_size": how.cp_size, "cp_rank": how.cp_rank}
-        made = torch.ops.megagraph.rope_mla_(q, kv, k_pe, *tensors, v_dim=v_dim, **options)
-        ctx.save_for_backward(*tensors)
-        ctx.options, ctx.has_q, ctx.has_kv = options, q is not None, kv is not None
+    def forward(ctx: Any, q: Any, kv: Any, k_pe: Any, v_dim: int, ranks: Any, *by: Tensor) -> Any:
+        made = torch.ops.megagraph.rope_mla_(q, kv, k_pe, *by, v_dim=v_dim, **ranks)
+        ctx.save_for_backward(*by)
+        ctx.ranks, ctx.has_q, ctx.has_kv = ranks, q is not None, kv is not None
         return tuple(made) if q is None else (q.view_as(q), *made)
 
     @staticmethod
@@ -59,20 +37,30 @@ class _RopeMla(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq = grads[0] if ctx.has_q else None
         dk, dv = grads[-2:] if ctx.has_kv else (None, None)
-        made = torch.ops.megagraph.rope_mla_backward(dq, dk, dv, *ctx.saved_tensors, **ctx.options)
+        made = torch.ops.megagraph.rope_mla_backward(dq, dk, dv, *ctx.saved_tensors, **ctx.ranks)
         of_q = made[:1] if ctx.has_q else [None]
         of_kv = made[-2:] if ctx.has_kv else [None, None]
-        return (*of_q, *of_kv, None, None)
+        return (*of_q, *of_kv, *(None,) * 5)
 
 
 def rope_mla(
-    q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, how: Rotation, *, v_dim: int = 0
+    q: Tensor | None,
+    kv: Tensor | None,
+    k_pe: Tensor | None,
+    by: tuple[Tensor, Tensor, Tensor],
+    *,
+    v_dim: int = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> tuple[Tensor, ...]:
     """Rotate the last dimensions of MLA's queries in place, and make keys and values, in one launch.
 
     The tensor `q` must not be used afterwards: it holds what the result does, without its history. Is
     differentiable once, and not in the tables. Positions begin at 0 in each document. Members of a pair lie
     side by side in the inputs and half of R apart in the results, as in `rope_thd`'s ``mla_interleaved``.
+
+    Rotates `by` cos and sin, [positions, R] in the tensors' dtype, R even and at most 256, YaRN's scale
+    multiplied in, and padded offsets.
 
     Of q, [T, H, C + R] and dense, the last R dimensions of each head are rotated; its memory is the first
     result. Of kv, [T, G, C + V], each head has the key's C dimensions without a position, then its value of V
@@ -83,9 +71,11 @@ def rope_mla(
     in float32 (of float64 in float64), in their order, and rounded once before it is rotated back.
 
     Source: DeepSeek-V2 (2024); the roundings are those of ``megatron.core.fusions.fused_mla_yarn_rope_apply``
-    as Triton compiles it.
+    as Triton compiles it: the product of a pair's second member is rounded, that of the first is added
+    unrounded.
     """
-    out: tuple[Tensor, ...] = _RopeMla.apply(q, kv, k_pe, how, v_dim)  # type: ignore[no-untyped-call]  # torch's
+    ranks = {"cp_size": cp_size, "cp_rank": cp_rank}
+    out: tuple[Tensor, ...] = _RopeMla.apply(q, kv, k_pe, v_dim, ranks, *by)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 

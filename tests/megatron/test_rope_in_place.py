@@ -19,7 +19,7 @@ from megagraph.megatron.patch.inside_layers import (
     wrap_rope,
 )
 from megagraph.packs.ops import RopeLayout
-from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
+from megagraph.packs.rope import RotaryTables, rope_mla
 
 NAN = float("nan")
 ENDS, TOKENS, HEADS, WIDTH = (0, 4, 10), 12, 2, 8  # two rows past the last offset
@@ -274,8 +274,7 @@ def rotated(offsets: Tensor | None, *cp: int, **further: Any) -> list[Callable[[
 def test_canonical_packs_are_rotated_by_document(cp: tuple[int, int]) -> None:
     offsets, (cos, sin) = canonical(0, 4, 4, 8), (table.flatten(1) for table in ANGLES)
     ranks = {"cp_rank": cp[0], "cp_size": cp[1]}
-    how = Rotation(cos=cos, sin=sin, cu_seqlens_padded=offsets, fused=True, **ranks)
-    wanted = rope_mla(ROWS_OF_MLA[0].clone(), *ROWS_OF_MLA[1:], how, v_dim=6)
+    wanted = rope_mla(ROWS_OF_MLA[0].clone(), *ROWS_OF_MLA[1:], (cos, sin, offsets), v_dim=6, **ranks)
     found = [each for rotate in rotated(offsets, *cp) for each in rotate()]
     assert all(map(torch.equal, found, wanted)) and len(found) == 3
 

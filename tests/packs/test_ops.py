@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from megagraph import _C as _C  # registers the ops
 from megagraph.packs import ops
 from megagraph.packs.ops import thd_partition_indices
-from megagraph.packs.rope import Rotation, rope_mla
+from megagraph.packs.rope import rope_mla
 
 CORE = torch.ops.megagraph
 zero_tail = CORE.zero_tail
@@ -278,7 +278,7 @@ def test_compiles_without_a_graph_break(device: str, op: str) -> None:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, ends: Tensor) -> Tensor:
-    return rope_mla(x * 1, None, None, Rotation(cos=cos, sin=sin, cu_seqlens_padded=ends))[0]
+    return rope_mla(x * 1, None, None, (cos, sin, ends))[0]
 
 
 ONCE: dict[str, tuple[Callable[..., Tensor], str]] = {

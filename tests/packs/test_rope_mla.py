@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rope_mla: bits of both roundings, gradients, tails, context parallelism, refusals."""
+"""rope_mla: bits of its roundings, gradients, tails, context parallelism, refusals."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from offsets import offsets
 from rope_cases import frequencies, tables
 from same_bits import assert_same_bits
 from torch import Tensor
 
 from megagraph.packs.ops import rope_thd
-from megagraph.packs.rope import Rotation
 from megagraph.packs.rope import rope_mla as rotate
 
 MSCALE = 1.2079
@@ -47,8 +44,7 @@ def rope_mla(
 ) -> tuple[Tensor, ...]:
     """With tables and offsets one by one."""
     cos, sin, cu_seqlens = tensors
-    how = Rotation(cos=cos, sin=sin, cu_seqlens_padded=cu_seqlens, **options)
-    return rotate(q, kv, k_pe, how, v_dim=v_dim)
+    return rotate(q, kv, k_pe, (cos, sin, cu_seqlens), v_dim=v_dim, **options)
 
 
 def run(q: Tensor, kv: Tensor, k_pe: Tensor, grads: Any, *how: Any, **options: Any) -> list[Tensor]:
@@ -81,51 +77,6 @@ def assert_padded(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 # -- roundings -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cp_size", [1, 4])
-@settings(max_examples=15)
-@given(
-    units=st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=5).filter(any),
-    tail=st.sampled_from([0, 1, 9]),
-    dtype=st.sampled_from(DTYPES),
-    shape=st.sampled_from(SHAPES),
-    mscale=st.sampled_from([1.0, MSCALE]),
-)
-def test_bits_of_megatrons_unfused_path(
-    device: str, cp_size: int, units: list[int], tail: int, dtype: torch.dtype, shape: Shape, mscale: float
-) -> None:
-    """Its split, expansion and concatenation, on every rank; bits of its rotation: test_rope_thd.py."""
-    heads, content, rotary, value = shape
-    lengths = [unit * 2 * cp_size for unit in units]
-    rows = sum(lengths) // cp_size
-    freqs = frequencies(sum(lengths), rotary, "mla_interleaved", device)
-    how = (*tables(freqs, dtype, mscale), offsets(lengths, device))
-    for cp_rank in range(cp_size):
-        rank = {"cp_size": cp_size, "cp_rank": cp_rank}
-        all_rows = inputs(shape, rows + tail, dtype, device)
-        grads = random_grads(shape, rows + tail, dtype, device)
-        for t in (*all_rows, *grads):
-            t[rows:] = torch.nan
-        q, kv, k_pe = (t[:rows].clone().requires_grad_() for t in all_rows)
-        (turned,) = rope_thd([k_pe], *how, layout="mla_interleaved", **rank)
-        (query,) = rope_thd([q[..., content:]], *how, layout="mla_interleaved", **rank)
-        expected = (
-            torch.cat((q[..., :content], query), -1),
-            torch.cat((kv[..., :content], turned.expand(-1, heads, -1)), -1),
-            kv[..., content:],
-        )
-        dq, dk, dv = (grad[:rows] for grad in grads)
-        expected_grads = (
-            *torch.autograd.grad(expected[0], q, dq),
-            torch.cat((dk[..., :content], dv), -1),
-            *torch.autograd.grad(turned, k_pe, summed(dk[..., content:]), retain_graph=True),
-        )
-        actual = run(*all_rows, grads, *how, v_dim=value, **rank)
-        assert_padded(actual, [*expected, *expected_grads])
-        if dtype is torch.float32:  # its sum over the heads has another order
-            (whole,) = torch.autograd.grad(expected[1], k_pe, dk)
-            torch.testing.assert_close(actual[-1][:rows], whole, rtol=1e-5, atol=1e-5)
 
 
 _BITS = {torch.bfloat16: (8, -125), torch.float16: (11, -13), torch.float32: (24, -125)}
@@ -173,6 +124,8 @@ def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, 
         # Few bits, so that float64 holds every sum of float32.
         all_rows = [t.bfloat16().to(dtype) for t in inputs(shape, rows + 2, dtype, device)]
         grads = [t.bfloat16().to(dtype) for t in random_grads(shape, rows + 2, dtype, device)]
+        for t in (*all_rows, *grads):
+            t[rows:] = torch.nan
         q, kv, k_pe = (t[:rows] for t in all_rows)
         dq, dk, dv = (t[:rows] for t in grads)
         key = fused_reference(k_pe, c, s, backward=False).expand(-1, heads, -1)
@@ -184,7 +137,7 @@ def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, 
             torch.cat((dk[..., :content], dv), -1),
             fused_reference(summed(dk[..., content:]), c, s, backward=True),
         ]
-        actual = run(*all_rows, grads, cos, sin, offsets(lengths, device), v_dim=value, fused=True, **rank)
+        actual = run(*all_rows, grads, cos, sin, offsets(lengths, device), v_dim=value, **rank)
         assert_padded(actual, expected)
 
 
@@ -202,12 +155,11 @@ def test_a_fused_sum_is_rounded_once(device: str, dtype: torch.dtype, one: float
         q = torch.tensor([[[one, 1.0]]], dtype=dtype, device=device)
         cos = torch.tensor([[other, 0.0]], dtype=dtype, device=device)
         sin = torch.tensor([[-small, 0.0]], dtype=dtype, device=device)
-        (out,) = rope_mla(q, None, None, cos, sin, offsets([1], device), fused=True)
+        (out,) = rope_mla(q, None, None, cos, sin, offsets([1], device))
         assert out[0, 0, 0].item() == wanted
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradcheck(device: str, fused: bool) -> None:
+def test_gradcheck(device: str) -> None:
     cos, sin = tables(frequencies(16, 8, "mla_interleaved", device), torch.float64, MSCALE)
     leaves = [
         torch.randn(9, heads, dim, device=device, dtype=torch.float64, requires_grad=True)
@@ -215,7 +167,7 @@ def test_gradcheck(device: str, fused: bool) -> None:
     ]
 
     def turn(q: Tensor, kv: Tensor, k_pe: Tensor) -> tuple[Tensor, ...]:
-        return rope_mla(q * 1, kv, k_pe, cos, sin, offsets([4, 0, 3], device), v_dim=6, fused=fused)
+        return rope_mla(q * 1, kv, k_pe, cos, sin, offsets([4, 0, 3], device), v_dim=6)
 
     assert torch.autograd.gradcheck(turn, leaves)
 
@@ -223,19 +175,18 @@ def test_gradcheck(device: str, fused: bool) -> None:
 # -- calls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_launch_has_the_bits_of_two(device: str, shape: Shape, fused: bool) -> None:
+def test_one_launch_has_the_bits_of_two(device: str, shape: Shape) -> None:
     freqs = frequencies(16, shape[2], "mla_interleaved", device)
     how = (*tables(freqs, torch.bfloat16), offsets([5, 11], device))
     q, kv, k_pe = inputs(shape, 19, torch.bfloat16, device)
     dq, dk, dv = random_grads(shape, 19, torch.bfloat16, device)
-    together = run(q, kv, k_pe, (dq, dk, dv), *how, v_dim=shape[3], fused=fused)
+    together = run(q, kv, k_pe, (dq, dk, dv), *how, v_dim=shape[3])
     leaf = q.detach().clone().requires_grad_()
-    (query,) = rope_mla(leaf * 1, None, None, *how, fused=fused)
+    (query,) = rope_mla(leaf * 1, None, None, *how)
     query.backward(dq)
-    key, value = rope_mla(None, kv, k_pe, *how, v_dim=shape[3], fused=fused)
-    made = torch.ops.megagraph.rope_mla_backward(None, dk, dv, *how, fused=fused)
+    key, value = rope_mla(None, kv, k_pe, *how, v_dim=shape[3])
+    made = torch.ops.megagraph.rope_mla_backward(None, dk, dv, *how)
     assert_same_bits(together, [query, key, value, leaf.grad, *made])
 
 
@@ -326,6 +277,6 @@ def test_bits_of_fused_kernels(fused_kernels: Any, shape: Shape, dtype: torch.dt
             made = fused_kernels.fused_apply_mla_rope_for_kv(kv, k_pe, *wide, rotary, content, value, *rank)
             out = (query, *made)
             theirs_grads = torch.autograd.grad(out, (q, kv, k_pe), [grad.clone() for grad in grads])
-            options = {"v_dim": value, "fused": True, "cp_size": cp_size, "cp_rank": cp_rank}
+            options = {"v_dim": value, "cp_size": cp_size, "cp_rank": cp_rank}
             ours = run(*all_rows, grads, cos, sin, cu_seqlens, **options)
             assert_same_bits(ours, [*out, *theirs_grads], f"{lengths}, rank {cp_rank}")

@@ -26,7 +26,7 @@ from megagraph._C import is_by_token, is_canonical, with_tail_as_document
 from megagraph.megatron.seams import MLA_QUERY_ROPE, Seam, is_megatrons_rope
 from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RopeLayout
-from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
+from megagraph.packs.rope import RotaryTables, rope_mla
 
 _Function = Callable[..., Any]
 
@@ -120,17 +120,11 @@ def wrap_mla_rope(seam: Seam, original: _Function) -> _Function:
         asks_more = any(value for name, value in given.items() if name not in seam.parameters)
         if given[offsets] is None or not is_canonical(given[offsets]) or asks_more:
             return original(*args, **named)
-        how = Rotation(
-            cos=given["cos"].flatten(1),
-            sin=given["sin"].flatten(1),
-            cu_seqlens_padded=given[offsets],
-            fused=True,
-            cp_size=given["cp_size"],
-            cp_rank=given["cp_rank"],
-        )
+        by = given["cos"].flatten(1), given["sin"].flatten(1), given[offsets]
+        places = {"cp_size": given["cp_size"], "cp_rank": given["cp_rank"]}
         if seam is MLA_QUERY_ROPE:
-            return rope_mla(given["t"], None, None, how)[0]
-        return rope_mla(None, given["kv"], given["k_pos_emb"], how, v_dim=given["v_dim"])
+            return rope_mla(given["t"], None, None, by, **places)[0]
+        return rope_mla(None, given["kv"], given["k_pos_emb"], by, v_dim=given["v_dim"], **places)
 
     return rotate
 
