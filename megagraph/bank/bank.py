@@ -93,7 +93,7 @@ class Bank(_C.GraphBank):
             pools=[[holds[at] for at in its] for its in pools_of] if holds else [],
             facing=facing.opposite() if facing else [],
             poison=options.poison or device.type == "cpu",
-            run_eager_alike=options.run_eager_alike if options.holds_collectives else None,
+            run_eager_alike=options.run_eager_alike,
         )
         for index, site in enumerate(self.specs):
             self.set_site_calls(index, site.calls)

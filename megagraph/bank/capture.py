@@ -89,10 +89,10 @@ _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 class BankOptions:
     """What graphs are captured under."""
 
-    holds_collectives: bool = False  # they contain some, so that no rank may fall back alone
-    # Called with a micro-batch's number, a variant, a site (-1 for all) and why, where a rank must run eager
-    # inside of a step what others may replay: raises unless all have to. Must not lead back to the bank.
-    run_eager_alike: Callable[[int, int, int, str], None] = lambda _number, _variant, _site, _why: None
+    # Where graphs contain collectives, so that no rank may fall back alone. Called with a micro-batch's
+    # number, a variant, a site (-1 for all) and why, where a rank must run eager inside of a step what others
+    # may replay: raises unless all have to. Must not lead back to the bank.
+    run_eager_alike: Callable[[int, int, int, str], None] | None = None
     # Asks the ranks whose graphs hold the same collectives, after each part of a capture: a site that one of
     # them cannot capture stays eager on all of them.
     max_over_ranks: MaxOverRanks = list
@@ -425,7 +425,7 @@ class CapturePlan:
         captured: dict[tuple[int, str], _C.Executable] = {}
         for index, phase, at in passes:
             with self._named(index, f"capture of the {phase}"):
-                body = bodies[phase](index, swaps[index])
+                body = functools.partial(bodies[phase], index, swaps[index])
                 done = functools.partial(give_back.get(phase, lambda _index: None), index)
                 captured[index, phase] = self._backend.record(
                     at, body, memory(index, phase), done, given_back
@@ -443,46 +443,34 @@ class CapturePlan:
             for index in self._sites
         }
 
-    def _forward(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
+    def _forward(self, index: int, swap: _C.AccumulatorSwap) -> None:
         site, edges, training = self._sites[index], self._edges, self._training
+        x = edges.input(index).detach().requires_grad_(training)
+        with swap, self._options.guard(), torch.set_grad_enabled(training):
+            outputs = as_tuple(site.call(x, **self._arguments))
+        edges.keep_outputs(index, outputs)
+        if training:
+            self._open[index] = x, [*map(gradient_edge, outputs)]
 
-        def body() -> None:
-            x = edges.input(index).detach().requires_grad_(training)
-            with swap, self._options.guard(), torch.set_grad_enabled(training):
-                outputs = as_tuple(site.call(x, **self._arguments))
-            edges.keep_outputs(index, outputs)
-            if training:
-                self._open[index] = x, [*map(gradient_edge, outputs)]
+    def _backward(self, index: int, swap: _C.AccumulatorSwap) -> None:
+        edges, (x, begins) = self._edges, self._open.pop(index)
+        grads = edges.output_grads(index, [begin is not None for begin in begins])
+        pairs = zip(begins, grads, strict=True)
+        given = [(begin, grad) for begin, grad in pairs if begin is not None and grad is not None]
+        if not given:
+            raise ValueError("expected an output that needs a gradient, got none")
+        with swap, self._options.guard():
+            torch.autograd.backward([begin for begin, _ in given], [grad for _, grad in given])
+        if x.grad is None:
+            raise ValueError("expected a gradient of the hidden states, got none")
+        grad = edges.keep_input_grad(index, x.grad)
+        if self._end is not None and edges.is_entry(index):
+            torch.ops.megagraph.zero_tail_([grad], self._end)
+        edges.keep_param_grads(index, swap.take_kept_grads())
 
-        return body
-
-    def _backward(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
-        edges = self._edges
-
-        def body() -> None:
-            x, begins = self._open.pop(index)
-            grads = edges.output_grads(index, [begin is not None for begin in begins])
-            pairs = zip(begins, grads, strict=True)
-            given = [(begin, grad) for begin, grad in pairs if begin is not None and grad is not None]
-            if not given:
-                raise ValueError("expected an output that needs a gradient, got none")
-            with swap, self._options.guard():
-                torch.autograd.backward([begin for begin, _ in given], [grad for _, grad in given])
-            if x.grad is None:
-                raise ValueError("expected a gradient of the hidden states, got none")
-            grad = edges.keep_input_grad(index, x.grad)
-            if self._end is not None and edges.is_entry(index):
-                torch.ops.megagraph.zero_tail_([grad], self._end)
-            edges.keep_param_grads(index, swap.take_kept_grads())
-
-        return body
-
-    def _finish(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
-        def body() -> None:
-            with swap:
-                finish_backward(self._sites[index], swap, self._options)
-
-        return body
+    def _finish(self, index: int, swap: _C.AccumulatorSwap) -> None:
+        with swap:
+            finish_backward(self._sites[index], swap, self._options)
 
 
 def finish_backward(site: SiteSpec, swap: _C.AccumulatorSwap, options: BankOptions) -> None:

@@ -237,7 +237,7 @@ class Verification:
 
     def _compare(self, flight: _Flight, graph: Results) -> None:
         # A communicator's own threads keep tensors for a moment longer than the call.
-        has_threads, slot = self._bank.options.holds_collectives, self._bank.slot_index
+        has_threads, slot = self._bank.options.run_eager_alike is not None, self._bank.slot_index
         note = None if has_threads else self._variant.notes[slot].get(flight.index)
         with self._bank.backend.lend(slot, note) as lent:
             with self._module_run(flight, lent) as eager:

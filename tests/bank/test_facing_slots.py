@@ -226,7 +226,6 @@ def test_graphs_with_collectives_say_who_is_in_the_way(device: str) -> None:
         device,
         2,
         range(2),
-        holds_collectives=True,
         run_eager_alike=lambda _number, _variant, _site, why: asked.append(why),
     )
     first = Flight(pair)

@@ -427,7 +427,7 @@ def test_who_keeps_a_tensor_is_waited_for_once_until_a_micro_batch_has_met_nobod
 def test_graphs_with_collectives_wait_each_time_and_name_who_keeps_a_tensor(sender: Sender) -> None:
     """Bug: a rank whose worker let go late ran eager alone, and the others waited for ever."""
     asked: list[tuple[int, int, int, str]] = []
-    told: dict[str, Any] = {"holds_collectives": True, "run_eager_alike": lambda *said: asked.append(said)}
+    told: dict[str, Any] = {"run_eager_alike": lambda *said: asked.append(said)}
     bank = captured_with(sender, training=False, **told)
     for lets_go in (False, True, True):
         sender.lets_go = lets_go

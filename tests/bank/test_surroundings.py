@@ -333,7 +333,7 @@ class Ranks:
 
 
 def pair_of(ranks: Ranks, **options: Any) -> Pair:
-    told = {"holds_collectives": True, "run_eager_alike": ranks.run_eager_alike, **options}
+    told = {"run_eager_alike": ranks.run_eager_alike, **options}
     return Pair("cpu", blocks(), main_grad=True, **told).capture()
 
 

@@ -59,7 +59,7 @@ def captured(steps: Any, device: str, *, training: bool = True, fewer_rows: bool
 def together(worst: Callable[[int], int]) -> dict[str, Any]:
     """Options of a bank of one of several ranks, from what it says to the worst that any rank says."""
 
-    told = {"holds_collectives": True, "max_over_ranks": lambda said: [worst(each) for each in said]}
+    told = {"max_over_ranks": lambda said: [worst(each) for each in said]}
     return {**told, "run_eager_alike": mock.Mock(side_effect=AssertionError("a verification is no step"))}
 
 

@@ -68,9 +68,8 @@ class Captures:
         self.watch = layers.new_watch(stay_eager)
         self._param_syncs = ParamSyncs(layers.ddp(), layers.specs)
         options = BankOptions(
-            holds_collectives=self._peers.size > 1,
             max_over_ranks=self._peers.max_over_ranks,
-            run_eager_alike=self._peers.run_eager_alike,
+            run_eager_alike=self._peers.run_eager_alike if self._peers.size > 1 else None,
             tracker=RNG_TRACKER.function(),
             guard=capturing,
             left_out=IGNORED_ATTRIBUTES,
