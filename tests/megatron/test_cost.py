@@ -25,6 +25,7 @@ from megagraph.demo.trainer import Trainer
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread")
 PACKAGE = str(Path(megagraph.__file__).parent)
 MICRO = Micro(lengths=(9, 20, 11))
+BODIES = ("_forward", "_backward", "_finish")  # of passes, in place of their graphs
 # The modules that an eager call passes through.
 ENTRY = (
     *("forwards", "plugin", "model", "dispatch", "packing", "captures", "due"),
@@ -42,7 +43,7 @@ class Calls:
 
     def _see(self, frame: FrameType, event: str, function: Any) -> None:
         code = frame.f_code
-        is_body = code.co_filename == capture.__file__ and code.co_name == "body"
+        is_body = code.co_filename == capture.__file__ and code.co_name in BODIES
         if event == "return" and is_body:
             self._depth -= 1
         if event in ("call", "c_call") and self._depth == 0 and not is_body:
