@@ -13,8 +13,6 @@ import os
 import sys
 from types import ModuleType
 
-__all__: list[str] = []
-
 _CORE = "megatron.core"
 
 

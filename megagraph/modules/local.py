@@ -20,8 +20,6 @@ from torch import Tensor, distributed, nn
 from megagraph.modules.experts import linear_map
 from megagraph.packs import ops
 
-__all__ = ["Norm", "VarlenAttention"]
-
 _Group = distributed.ProcessGroup
 
 
