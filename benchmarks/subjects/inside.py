@@ -113,21 +113,17 @@ class Replays:
         """A micro-batch: a pack of the largest capacity, read and decided on as a model's forward does."""
         return self._graphs.dispatcher.enter(self._params, self._tokens, None, True, False, True, True)
 
-    @contextlib.contextmanager
-    def running(self, batch: Any) -> Iterator[None]:
-        """Inside, the bank replays a micro-batch. Raises `RuntimeError` where it cannot."""
+    def begun(self, batch: Any) -> Any:
+        """Begins a micro-batch as its block's forward does. Raises `RuntimeError` where it cannot replay."""
         loop = self._graphs.begin(batch, self.hidden, None, None)
         if loop is None:
             raise RuntimeError(f"a micro-batch ran eager: {batch.reason.name}")
-        try:
-            yield
-        finally:
-            loop.batch = None
-            self._graphs.dispatcher.end(batch)
+        return loop
 
-    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
-        """Both: decides on one, and lets the bank replay it inside."""
-        return self.running(self.decided())
+    def end(self, loop: Any) -> None:
+        """Ends what was begun."""
+        batch, loop.batch = loop.batch, None
+        self._graphs.dispatcher.end(batch)
 
 
 @contextlib.contextmanager

@@ -257,8 +257,7 @@ def _time_replays(trainer: Trainer) -> Answer:
 
     def micro_batches() -> None:
         for _ in range(MICRO_BATCHES):
-            with replays.micro_batch():
-                pass
+            replays.end(replays.begun(replays.decided()))
 
     def sample() -> Phases:
         hot = host_seconds(micro_batches) / MICRO_BATCHES
@@ -266,10 +265,11 @@ def _time_replays(trainer: Trainer) -> Answer:
         start = time.perf_counter()
         batch = replays.decided()
         decided = time.perf_counter()
-        with replays.running(batch):
-            begun = time.perf_counter()
-            out = bank.replay_all(hidden)
-            done = time.perf_counter()
+        loop = replays.begun(batch)
+        begun = time.perf_counter()
+        out = bank.replay_all(hidden)
+        done = time.perf_counter()
+        replays.end(loop)
         ended = time.perf_counter()
         nothing = hidden.view_as(hidden)
         backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad)) / layers

@@ -95,7 +95,8 @@ void bind_dispatch(py::module_& m) {
   m.def("require_rows", &require_rows, py::arg("rows"), py::arg("tokens"), py::arg("reason"));
   m.def("as_pack", &as_pack, py::arg("params"), py::arg("ids"), py::arg("hidden_states"));
   m.def("are_equal", &are_equal, py::arg("one"), py::arg("other"));
-  py::class_<Constants>(m, "Constants")
+  // Local to this module are those that each micro-batch asks for: pybind11 looks there first.
+  py::class_<Constants>(m, "Constants", py::module_local())
       .def(py::init([](const py::dict& given) {
              py::dict values;
              for (const auto& [name, value] : given) {
@@ -126,12 +127,12 @@ void bind_dispatch(py::module_& m) {
           py::arg("masks_tail"))
       .def("make", &CanonicalPacks::make, py::arg("params_type"), py::arg("actual"),
            py::arg("padded") = py::none(), py::arg("seq_idx") = py::none());
-  py::class_<MicroBatch>(m, "MicroBatch", py::custom_type_setup(&let_collect))
+  py::class_<MicroBatch>(m, "MicroBatch", py::module_local(), py::custom_type_setup(&let_collect))
       .def_property_readonly("key", &MicroBatch::python_key)
       .def_property_readonly("capacity", [](const MicroBatch& own) { return own.key().capacity; })
       .def_property_readonly("tokens", &MicroBatch::tokens)
       .def_property("reason", &MicroBatch::reason, &MicroBatch::set_reason)
-      .def_property_readonly("is_due", &MicroBatch::is_due)
+      .def_property_readonly("is_ready", &MicroBatch::is_ready)
       .def_property_readonly("params", &MicroBatch::params)
       .def_property_readonly("sources", &MicroBatch::sources)
       .def_property_readonly("mask", &MicroBatch::mask)
@@ -152,7 +153,7 @@ void bind_dispatch(py::module_& m) {
       .def("pad", &MicroBatch::pad, py::arg("hidden_states"))
       .def("cut", &MicroBatch::cut, py::arg("hidden_states"))
       .def("first_rows", &MicroBatch::first_rows, py::arg("hidden_states"));
-  py::class_<Dispatcher>(m, "Dispatcher")
+  py::class_<Dispatcher>(m, "Dispatcher", py::module_local())
       .def(py::init([](int64_t extra_seqs, bool depends_on_longest, bool needs_equal_rows,
                        bool masks_tail, bool pads_at_entry, py::object is_own_table,
                        bool is_by_token, bool may_be_by_token, bool cuts_tables, bool is_eager,

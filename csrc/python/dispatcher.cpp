@@ -40,10 +40,9 @@ void wait_for_tensors(const GraphBank& bank) {
 }  // namespace
 
 std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
-                                             const std::vector<at::Tensor>& sources,
-                                             bool look_at_grads) {
+                                             std::vector<at::Tensor> sources, bool look_at_grads) {
   wait_for_tensors(bank);
-  const auto reason = bank.begin(variant, sources, look_at_grads);
+  const auto reason = bank.begin(variant, std::move(sources), look_at_grads);
   // How many passes are to come is the same on ranks that run the same packs, as the program is.
   if (reason && reason != EagerReason::kNoFreeSlot) {
     bank.run_eager_alike(variant, /*site=*/-1, *reason);
@@ -212,20 +211,22 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   return py::cast(std::move(batch));
 }
 
-bool Dispatcher::begin(MicroBatch& batch) {
-  if (!batch.reason()) {
-    batch.set_reason(lease(batch));
-    if (!batch.reason()) return true;
+std::optional<int> Dispatcher::begin(MicroBatch& batch) {
+  const auto known = variants_.find(batch.key());
+  const int variant = known == variants_.end() ? -1 : known->second;
+  if (!batch.reason() && variant >= 0) {
+    batch.set_reason(
+        begin_micro_batch(*bank_, variant, batch.sources(), watch_->have_other_grads()));
+    if (!batch.reason()) return variant;
+  } else if (!batch.reason()) {
+    const auto why = eager_variants_.find(batch.key());
+    batch.set_reason(why == eager_variants_.end() ? EagerReason::kWarmingUp : why->second);
   }
   const bool is_agreed = is_eager_agreed(batch);
   batch.set_reason(explain(batch.key().kind(), *batch.reason()));
-  if (!is_agreed) {
-    const auto variant = variants_.find(batch.key());
-    const int index = variant == variants_.end() ? -1 : variant->second;
-    bank_->run_eager_alike(index, /*site=*/-1, *batch.reason());
-  }
+  if (!is_agreed) bank_->run_eager_alike(variant, /*site=*/-1, *batch.reason());
   count(batch);
-  return false;
+  return std::nullopt;
 }
 
 void Dispatcher::end(const MicroBatch& batch) {
@@ -240,15 +241,6 @@ void Dispatcher::end(const MicroBatch& batch) {
 
 void Dispatcher::count_eager(EagerReason reason) {
   bank_->counters().count_eager(refused_.value_or(reason), calls_);
-}
-
-std::optional<EagerReason> Dispatcher::lease(const MicroBatch& batch) {
-  const auto variant = variants_.find(batch.key());
-  if (variant != variants_.end()) {
-    return begin_micro_batch(*bank_, variant->second, batch.sources(), watch_->have_other_grads());
-  }
-  const auto why = eager_variants_.find(batch.key());
-  return why == eager_variants_.end() ? EagerReason::kWarmingUp : why->second;
 }
 
 bool Dispatcher::is_eager_agreed(const MicroBatch& batch) const {

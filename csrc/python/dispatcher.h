@@ -59,8 +59,7 @@ struct DispatchOptions {
 // `GraphBank::begin()`, after waiting for tensors that other threads are about to free: Note [Other
 // threads] in slot_ring.h. What others may not know of runs eager alike on all ranks.
 std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
-                                             const std::vector<at::Tensor>& sources,
-                                             bool look_at_grads);
+                                             std::vector<at::Tensor> sources, bool look_at_grads);
 
 // Micro-batches by the number of ranks that share them, and by reason; none for those that
 // replayed.
@@ -127,10 +126,10 @@ class Dispatcher {
   pybind11::object enter(const pybind11::object& params, int64_t tokens,
                          const pybind11::object& mask, bool is_mask_shared, bool is_skipped,
                          bool are_megatrons, bool is_settled);
-  // Leases a slot for a micro-batch that is to replay. False: it runs eager, and its reason says
-  // why, beside what graphs know whether its state does. Such a one is counted, and its state
-  // remembered.
-  bool begin(MicroBatch& batch);
+  // Leases a slot for a micro-batch that is to replay. Returns the variant whose graphs do. None:
+  // it runs eager, and its reason says why, beside what graphs know whether its state does. Such a
+  // one is counted, and its state remembered.
+  std::optional<int> begin(MicroBatch& batch);
   // Ends the micro-batch that has leased one, and counts it; as eager, if a reason was found since.
   void end(const MicroBatch& batch);
   // Counts a micro-batch in which every layer runs eager.
@@ -156,7 +155,6 @@ class Dispatcher {
   void observe(const pybind11::object& params, int64_t tokens);
   std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
   std::optional<EagerReason> eager_reason_of_step(bool is_skipped, bool grad) const;
-  std::optional<EagerReason> lease(const MicroBatch& batch);
   // Whether the state is that of the last boundary, where ranks have said theirs.
   bool is_state_agreed(const VariantKey& key) const { return key.state == states_.current(); }
   // Whether all that share the pack run an eager micro-batch eager: it was said before the step, or

@@ -185,18 +185,19 @@ py::object MicroBatch::constant_params() {
   return entered_;
 }
 
-void MicroBatch::enter(const py::dict& given, const std::vector<std::string>& row_lists) {
-  given["packed_seq_params"] = constant_params();
-  const auto tensor_in = [&](const char* name) {
+void MicroBatch::enter(const py::dict& given, const py::tuple& row_lists) {
+  static const py::str &params = interned("packed_seq_params"), &mask = interned("padding_mask");
+  given[params] = constant_params();
+  const auto tensor_in = [&](py::handle name) {
     return given.contains(name) ? given[name].cast<std::optional<at::Tensor>>() : std::nullopt;
   };
   if (key().has_mask && rules_->pads_at_entry && !is_as_given_) {
-    given["padding_mask"] = py::cast(padded_mask(tensor_in("padding_mask")));
+    given[mask] = py::cast(padded_mask(tensor_in(mask)));
   }
   if (entry_padding_ == 0) return;
-  for (const std::string& name : row_lists) {
-    const std::optional<at::Tensor> rows = tensor_in(name.c_str());
-    if (rows) given[name.c_str()] = py::cast(at::constant_pad_nd(*rows, {0, entry_padding_}));
+  for (const py::handle name : row_lists) {
+    const std::optional<at::Tensor> rows = tensor_in(name);
+    if (rows) given[name] = py::cast(at::constant_pad_nd(*rows, {0, entry_padding_}));
   }
 }
 
@@ -243,10 +244,12 @@ py::dict MicroBatch::layer_arguments() {
   return given;
 }
 
-bool MicroBatch::take_mask(const py::object& mask, const at::Tensor& hidden_states) {
+bool MicroBatch::take_mask(const py::object& mask, const py::object& hidden_states) {
   const bool has_mask = key().has_mask;
   if (mask.is_none() && (!has_mask || is_as_given_)) return true;
-  if (!has_mask || !is_mask(mask, hidden_states.size(0), hidden_states.device())) return false;
+  if (!has_mask || !is_tensor(hidden_states.ptr())) return false;
+  const at::Tensor& rows = tensor_of(hidden_states.ptr());
+  if (!is_mask(mask, rows.size(0), rows.device())) return false;
   replace_mask(tensor_of(mask.ptr()));  // a block may be called again
   return true;
 }
@@ -280,9 +283,11 @@ bool MicroBatch::has_all_rows(const at::Tensor& hidden_states) const {
   return rules_->pads_at_entry || hidden_states.size(0) == tokens_;
 }
 
-at::Tensor MicroBatch::cut(const at::Tensor& hidden_states) const {
-  if (has_all_rows(hidden_states)) return hidden_states;
-  return zero_tail(hidden_states, row_offsets(), tokens_);
+py::object MicroBatch::cut(const py::object& hidden_states) const {
+  if (is_tensor(hidden_states.ptr()) && has_all_rows(tensor_of(hidden_states.ptr()))) {
+    return hidden_states;  // without a caster, as most
+  }
+  return py::cast(zero_tail(hidden_states.cast<at::Tensor>(), row_offsets(), tokens_));
 }
 
 at::Tensor MicroBatch::first_rows(const at::Tensor& hidden_states) const {

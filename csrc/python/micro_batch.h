@@ -73,8 +73,9 @@ class MicroBatch {
   // Why it runs eager; none replays.
   std::optional<EagerReason> reason() const { return reason_; }
   void set_reason(std::optional<EagerReason> reason) { reason_ = reason; }
-  // It has no graph, and its kind is due to be captured: in a state that its step did not begin in.
-  bool is_due() const { return is_due_; }
+  // There is a capacity for it, and no capture is due before it: of a kind that has no graph, in a
+  // state that its step did not begin in.
+  bool is_ready() const { return key().capacity && !is_due_; }
   // The pack as layers that run on it get it.
   const pybind11::object& params() const { return params_; }
   // With frequencies, and the mask behind everything else, if it has any.
@@ -112,13 +113,13 @@ class MicroBatch {
   // Before the model is entered: puts `constant_params()` into what it is given, by name. Where the
   // canonical pack is padded at entry it also gets that one's padding mask, if it has any, and row
   // lists, [1, T] each, get the capacity's rows, of which those that are added hold zeros.
-  void enter(const pybind11::dict& given, const std::vector<std::string>& row_lists);
+  void enter(const pybind11::dict& given, const pybind11::tuple& row_lists);
   // Takes rotary frequencies that the block was given, if the variant's have a row for each token.
   // False where these are none of its.
   bool take_freqs(const pybind11::object& table);
   // Takes the padding mask that a block of Megatron's was given, or None. False where its variant
   // takes no mask, or another one.
-  bool take_mask(const pybind11::object& mask, const at::Tensor& hidden_states);
+  bool take_mask(const pybind11::object& mask, const pybind11::object& hidden_states);
   // Takes another padding mask, or none, in place of the one that there is.
   void replace_mask(std::optional<at::Tensor> mask);
   // What a layer that runs eager is given in place of the block's arguments: the pack, and of the
@@ -128,7 +129,7 @@ class MicroBatch {
   // Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end.
   at::Tensor pad(const at::Tensor& hidden_states) const;
   // As many rows as were given.
-  at::Tensor cut(const at::Tensor& hidden_states) const;
+  pybind11::object cut(const pybind11::object& hidden_states) const;
   // The same rows as a view, whatever they hold past the pack's end.
   at::Tensor first_rows(const at::Tensor& hidden_states) const;
 

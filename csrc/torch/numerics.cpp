@@ -80,11 +80,10 @@ int fast_path() {
   static std::atomic<int> last{1};
   if (!PyGILState_Check()) return last;
   static PyObject* const module = PyImport_ImportModule("torch.backends.mha");
+  static PyObject* const name = PyUnicode_InternFromString("_is_fastpath_enabled");
   PyObject* flag = nullptr;
-  if (module != nullptr) {
-    flag = PyDict_GetItemString(PyModule_GetDict(module), "_is_fastpath_enabled");
-  }
-  PyErr_Clear();
+  if (module != nullptr) flag = PyDict_GetItemWithError(PyModule_GetDict(module), name);
+  if (flag == nullptr) PyErr_Clear();
   if (flag != nullptr) last = flag == Py_True;
   return last;
 }

@@ -24,6 +24,8 @@ struct StateWatch::Owner {
   enum class Kind { kModule, kConfiguration, kClass, kAllModules };
 
   Kind kind = Kind::kModule;
+  // Of a class: Python gives it another one whenever it, or one above it, changes.
+  unsigned int tag = 0;
   py::object reference;  // weak
   // Of a configuration or class: the first module that has it, and as what.
   size_t holder = 0;
@@ -33,9 +35,7 @@ struct StateWatch::Owner {
   DictVersions versions;  // of its dictionaries, the own one first
   PyTypeObject* type = nullptr;
   PyObject* attributes = nullptr;  // of a module or configuration the own one
-  // Of a class: Python gives it another one whenever it, or one above it, changes.
-  unsigned int tag = 0;
-  bool computes_mode = false;  // a scripted module's `training` is in no dictionary
+  bool computes_mode = false;      // a scripted module's `training` is in no dictionary
   size_t hash = 0, containers = 0;
   size_t followed = 0;  // what of it has items of its own: its class and its configurations
   // Borrowed from the owner's dictionary: there as long as that one does not change.
@@ -94,7 +94,7 @@ struct StateWatch::Owner {
   bool has_its_tag() const {
     if (kind != Kind::kClass) return true;
     const py::object type = referent(reference.ptr());
-    return type && tag != 0 && tag_of(type) == tag;
+    return type && tag != 0 && tag_of(type.ptr()) == tag;
   }
 
   void read_containers(bool reads_scalars) {
@@ -117,7 +117,9 @@ struct StateWatch::Owner {
     const py::object object = referent(reference.ptr());
     if (!object) return;  // nothing is left to be watched
     if (kind == Kind::kClass) {
-      tag = tag_of(object);
+      static const py::str& forward = interned("forward");
+      _PyType_Lookup(reinterpret_cast<PyTypeObject*>(object.ptr()), forward.ptr());  // gives it one
+      tag = tag_of(object.ptr());
       return;
     }
     static const py::str& training = interned("training");
@@ -135,10 +137,9 @@ struct StateWatch::Owner {
     versions.add(dict);
   }
 
-  static unsigned int tag_of(const py::object& type) {
-    static const py::str& forward = interned("forward");
-    auto* const object = reinterpret_cast<PyTypeObject*>(type.ptr());
-    _PyType_Lookup(object, forward.ptr());  // gives it a tag if it has none
+  // 0 if it has none, as after a change, until somebody looks something up in it.
+  static unsigned int tag_of(PyObject* type) {
+    auto* const object = reinterpret_cast<PyTypeObject*>(type);
 #if PY_VERSION_HEX < 0x030c0000
     if (!PyType_HasFeature(object, Py_TPFLAGS_VALID_VERSION_TAG)) return 0;
 #endif
@@ -217,7 +218,8 @@ void StateWatch::look_at_objects() {
 
 void StateWatch::refresh() {
   const uint64_t events = dict_events();
-  const bool classes_changed = have_classes_changed();
+  const bool classes_changed = !std::all_of(classes_.begin(), classes_.end(),
+                                            [](const auto& known) { return known->has_its_tag(); });
   if (kCanTellDictEvents && is_read_ && seen_ == events && !classes_changed) return;
   const bool was_read = is_read_;  // else an error may have ended the last look halfway
   is_read_ = false;
@@ -237,16 +239,15 @@ void StateWatch::refresh() {
   look_at(classes_);
   if (has_changed) {
     combine();
-    follow_tensors();
+    tensors_.clear();
+    for (const auto& owner : owners_) {
+      for (const StateTensor& each : owner->tensors) tensors_.push_back({each.tensor, false});
+    }
+    trained_.reset();
   }
   seen_ = events;
   is_read_ = true;
   for (const auto& owner : owners_) is_read_ = is_read_ && !owner->computes_mode;
-}
-
-bool StateWatch::have_classes_changed() const {
-  return !std::all_of(classes_.begin(), classes_.end(),
-                      [](const auto& known) { return known->has_its_tag(); });
 }
 
 // What owners hold that has items of its own: as it was, where it was known.
@@ -313,14 +314,6 @@ void StateWatch::combine() {
     for (const auto& owner : *owners) hash.mix(owner->hash + spread(owner->containers));
   }
   hash_ = hash.value();
-}
-
-void StateWatch::follow_tensors() {
-  tensors_.clear();
-  for (const auto& owner : owners_) {
-    for (const StateTensor& each : owner->tensors) tensors_.push_back({each.tensor, false});
-  }
-  trained_.reset();
 }
 
 // No dictionary tells of it, so each tensor is asked in each call.

@@ -73,10 +73,8 @@ class StateWatch {
 
   void look_at_objects();
   void refresh();
-  bool have_classes_changed() const;
   void follow_classes();
   void follow_configurations();
-  void follow_tensors();
   void read_containers();
   void combine();
   size_t which_are_trained();

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from megagraph import _C
 
@@ -140,7 +141,7 @@ class CallableOptions(Options):
         return self.scale
 
 
-ONE = nn.Identity()
+ONE, FROZEN = nn.Identity(), nn.Parameter(torch.zeros(3, 3), requires_grad=False)
 
 
 class Lower(Layer):
@@ -223,6 +224,7 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
         True,
     ),
     "a parameter": (*sets("requires_grad", True, False, lambda it: it.inner.weight), True),
+    "the tensor behind a parameter": (*2 * (lambda it: swap_tensors(it.inner.weight, FROZEN),), True),
     "a buffer": (*sets("requires_grad", False, True, lambda it: it.offset), True),
     "what a buffer is a view of": (*sets("requires_grad", False, True, lambda it: it.rows._base), True),
     "the mode of a scripted module": (lambda it: it.scripted.eval(), lambda it: it.scripted.train(), True),
@@ -240,11 +242,7 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
     # Bug: a dataclass with slots was one object, whatever its fields became.
     "a slot": (*sets("scale", 1.0, 2.0, lambda it: it.slots), False),
     "a container in a slot": (*adds(lambda it: it.slots.names), False),
-    "an empty slot": (
-        lambda it: delattr(it.slots, "scale"),
-        lambda it: setattr(it.slots, "scale", 1.0),
-        False,
-    ),
+    "an empty slot": (lambda x: delattr(x.slots, "scale"), lambda x: setattr(x.slots, "scale", 1.0), False),
     "config": (*sets("scale", 1.0, 2.0, lambda it: it.config), True),
     "attention_config": (*sets("scale", 1.0, 2.0, lambda it: it.attention_config), True),
     **{f"a {kind} of its own": (*hooks(kind, lambda it: it), True) for kind in HOOKS},

@@ -202,7 +202,7 @@ void GraphBank::check_source(const Variant& variant, size_t spec,
                     ": expected up to ", target.numel(), " entries, got ", source.numel());
 }
 
-std::optional<EagerReason> GraphBank::begin(int variant, const std::vector<at::Tensor>& sources,
+std::optional<EagerReason> GraphBank::begin(int variant, std::vector<at::Tensor> sources,
                                             bool look_at_grads) {
   check_nobody_replays();
   TORCH_CHECK(current_ == nullptr, "the previous micro-batch of this bank has not ended");
@@ -242,7 +242,7 @@ std::optional<EagerReason> GraphBank::begin(int variant, const std::vector<at::T
                 describe_holders());
     return EagerReason::kNoFreeSlot;
   }
-  sources_ = sources;
+  sources_ = std::move(sources);
   metadata_pending_ = true;
   return std::nullopt;
 }

@@ -146,7 +146,7 @@ class GraphBank {
   // bank's device, as the variant's metadata buffers name them by index. `look_at_grads`:
   // parameters may hold gradients beside main_grad (VariantGraphs); to look at each of them costs
   // more than all the rest.
-  std::optional<EagerReason> begin(int variant, const std::vector<at::Tensor>& sources,
+  std::optional<EagerReason> begin(int variant, std::vector<at::Tensor> sources,
                                    bool look_at_grads);
   void end();
   // The slot that shares memory with another one; null if none does.

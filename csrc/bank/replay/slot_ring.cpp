@@ -132,14 +132,9 @@ void Slot::lose(int site) {
   finish(site);
 }
 
-int Slot::take_lost() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(lost_, -1);
-}
-
 int Slot::take_unfinished() {
-  const int lost = take_lost();
   const std::lock_guard<std::mutex> lock(mutex_);
+  const int lost = take_lost();
   const bool was_forgiven = std::exchange(is_forgiven_, true);
   return lost >= 0 || was_forgiven ? lost : unfinished_;
 }

@@ -96,8 +96,8 @@ class Slot {
   void await_finish(int site);
   void finish(int site);
   void lose(int site);
-  // A site that was lost since this was last asked, or -1.
-  int take_lost();
+  // A site that was lost since this was last asked, or -1. Takes no lock.
+  int take_lost() { return lost_.load() < 0 ? -1 : lost_.exchange(-1); }
   // The same, or one that is unfinished now, once: nobody then calls it lost.
   int take_unfinished();
 
@@ -144,7 +144,8 @@ class Slot {
   std::condition_variable is_released_;                  // a tensor
   bool is_patient_ = true, has_met_transients_ = false;  // the latter: of this lease
   int top_output_ = -1;                                  // the last site whose output is held
-  int unfinished_ = -1, lost_ = -1;                      // sites
+  std::atomic<int> lost_{-1};                            // a site
+  int unfinished_ = -1;                                  // likewise
   bool is_forgiven_ = false;                             // the former
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
 };

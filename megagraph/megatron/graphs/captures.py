@@ -59,7 +59,7 @@ class Captures:
         self.rehearsed: tuple[int, int] | None = None
         self._last_holders = ""
         self._progress = capture_progress() if config.progress else None
-        self.loops: dict[VariantKey, LayerLoop] = {}  # what replays each variant
+        self.loops: dict[int, LayerLoop] = {}  # what replays each variant, by its index in the bank
         self._begin(former=None)
 
     def _begin(self, former: Bank | None, stay_eager: Collection[int] = ()) -> None:
@@ -91,12 +91,12 @@ class Captures:
 
     def _follow_variants(self) -> None:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""
-        variants = self.bank.variants
-        for key in variants.keys() - self.loops.keys():
-            constants, before_sites = self.arguments[key], self._param_syncs.before_sites
-            self.loops[key] = LayerLoop(self.layers.plan, self.bank, constants, before_sites)
-        for key in self.loops.keys() - variants.keys():
-            del self.loops[key], self.arguments[key]
+        variants, plan, syncs = self.bank.variants, self.layers.plan, self._param_syncs
+        for key, index in (item for item in variants.items() if item[1] not in self.loops):
+            self.loops[index] = LayerLoop(key, plan, self.bank, self.arguments[key], syncs.before_sites)
+        for index in self.loops.keys() - variants.values():
+            if (key := self.loops.pop(index).key) not in variants:  # else it has got other graphs
+                del self.arguments[key]
         self._mla_tables.keep(variants)
         self._dispatch()
 

@@ -159,7 +159,7 @@ class GraphedModel:
         tokens, awaited = self.tensor.num_tokens(hidden_states), self.entries.awaited
         is_by_token = self.dispatcher.look_for_freqs(table, params, tokens)
         if is_by_token:
-            self.entries.awaited = ""
+            self.entries.awaited, self._arguments.are_by_token = "", True
         elif awaited and is_by_token is False:
             self.entries.fail(awaited)
 
@@ -203,13 +203,14 @@ class GraphedModel:
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
         is_taken = not self.entries.are_megatrons or batch.take_mask(mask, hidden_states)
-        if not is_taken or (batch.key.by_token and not self._arguments.take(batch, table)):
+        takes_freqs = self._arguments.are_by_token and batch.key.by_token
+        if not is_taken or (takes_freqs and not self._arguments.take(batch, table)):
             self.run_as_given(batch, table, hidden_states)
             return None
-        if self.dispatcher.begin(batch):
+        if (variant := self.dispatcher.begin(batch)) is not None:
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
-            loop = self.captures.loops[batch.key]
+            loop = self.captures.loops[variant]
             loop.batch = batch
             return loop
         assert batch.reason is not None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megagraph._C import Constants, MicroBatch
 from megagraph.bank.bank import Bank
+from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
@@ -71,21 +72,20 @@ class LayerLoop:
 
     def __init__(
         self,
+        key: VariantKey,
         plan: BlockPlan,
         bank: Bank,
         constants: Constants,
         before_sites: Callable[[], BeforeSite] | None,
     ) -> None:
-        self._plan = plan
-        self._steps = plan.walk(bank.eager_sites)
+        self.key, self._plan, self._steps = key, plan, plan.walk(bank.eager_sites)
         self._of_layers: dict[int, list[LayerStep]] = {}
         for step in self._steps:
             self._of_layers.setdefault(step.layer, []).append(step)
         self.sites = bank.sites
         self._replay_all = bank.replay_all
-        self._run_eager_alike, self._variants = bank.run_eager_alike, bank.variants
-        self.constants = constants
-        self.before_sites = before_sites
+        self._run_eager_alike, self._index = bank.run_eager_alike, bank.variants[key]
+        self.constants, self.before_sites = constants, before_sites
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
         self.batch: MicroBatch | None = None
         self.kept: Mapping[str, Any] = {}  # of its block's arguments those that the call is not given
@@ -127,7 +127,7 @@ class LayerLoop:
         if padding_mask is not batch.mask:
             batch.replace_mask(padding_mask)
         batch.reason = EagerReason.SIGNATURE_CHANGED
-        self._run_eager_alike(self._variants[batch.key], -1, batch.reason)
+        self._run_eager_alike(self._index, -1, batch.reason)
         if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
             batch.run_as_given(is_own_table=False)
 

@@ -41,48 +41,47 @@ def decide(
     after all: there is no capacity yet, it is not known what the layers will get, something fits the rows
     that were given alone, or asks the block for other results.
     """
-    dispatcher, entries = graphs.dispatcher, graphs.entries
+    dispatcher, entries, ranks = graphs.dispatcher, graphs.entries, graphs.tensor
     batch: MicroBatch | EagerReason | None = against
+    graphs.unlearned = None
     if batch is None:
-        ranks = graphs.tensor
         # Layers get as many of its rows as they have of hidden states.
         from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
         is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
         doors = entries.are_megatrons, entries.are_settled
         entered = params, tokens, given.get("padding_mask"), is_shared, is_skipped(), *doors
         batch = dispatcher.enter(*entered)
-        is_due = isinstance(batch, MicroBatch) and batch.is_due and graphs.running is None
-        if is_due and plugin.capture_inside(graphs):
-            batch = dispatcher.enter(*entered)
-    graphs.unlearned = None
+        if isinstance(batch, MicroBatch) and not batch.is_ready:
+            if batch.capacity is None:
+                graphs.unlearned = batch
+                return EagerReason.WARMING_UP
+            if graphs.running is None and plugin.capture_inside(graphs):
+                batch = dispatcher.enter(*entered)
     if isinstance(batch, EagerReason):
         return batch
-    if batch.capacity is None:
-        graphs.unlearned = batch
-        return EagerReason.WARMING_UP
     processor, is_foreign = given.get("output_processor"), not graphs.entries.are_megatrons
     if is_foreign and not graphs.has_constants(batch):
         return EagerReason.WARMING_UP
     if given.get("attention_mask") is not None or given.get("extra_block_kwargs") is not None:
         return EagerReason.SIGNATURE_CHANGED
-    if batch.entry_padding:
+    if is_longer := ranks.shards_sequence and batch.entry_padding:
         # Of a pipeline's stage other stages see the rows, too.
         is_inner = not getattr(model, "pre_process", True) or not getattr(model, "post_process", True)
-        if is_inner or is_foreign or (processor is not None and batch.tokens % graphs.tensor.size):
+        if is_inner or is_foreign or (processor is not None and batch.tokens % ranks.size):
             return EagerReason.SIGNATURE_CHANGED
         reason = None if batch.key.by_token else graphs.reason_against_rows()
         if reason is not None and not batch.as_given(reason):
             return reason
-    as_given = dict(given)
+    as_given = {} if processor is None else dict(given)
     batch.enter(given, _ROW_LISTS)
-    rows: Tensor | None = given.get("decoder_input") if batch.entry_padding else None
+    rows: Tensor | None = given.get("decoder_input") if is_longer and batch.entry_padding else None
     if rows is not None:
         if not rows.requires_grad:
             # The way back is a collective, and another rank may have a use for it.
             rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-        given["decoder_input"] = graphs.tensor.share_anew(rows, batch.tokens + batch.entry_padding)
+        given["decoder_input"] = ranks.share_anew(rows, batch.tokens + batch.entry_padding)
     if processor is not None and not is_foreign:  # whose call of it is its own
-        given["output_processor"] = _of_given_rows(batch, graphs.tensor, as_given, dict(given))
+        given["output_processor"] = _of_given_rows(batch, ranks, as_given, dict(given))
     return batch
 
 

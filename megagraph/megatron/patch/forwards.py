@@ -134,7 +134,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
             out = run(model, *args, **kwargs)
             if batch is not None and entries.block.reached == reached:
                 graphs.count_as_given(entries.block_missed(batch))
-            if isinstance(batch, MicroBatch) and batch.entry_padding and get("output_processor") is None:
+            is_whole = graphs.tensor.shards_sequence and get("output_processor") is None
+            if is_whole and isinstance(batch, MicroBatch) and batch.entry_padding:
                 out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
         except BaseException:
             if is_step:
