@@ -218,7 +218,7 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> Non
 def dispatcher(cp_sizes: tuple[int, ...] = (1,)) -> Dispatcher:
     """One of a model whose packs as many ranks share, the first number of them if packs do not say."""
     context = mock.Mock(size=cp_sizes[0], sizes=cp_sizes, is_dynamic=False)
-    arguments = mock.Mock(depend_on_max_seqlen=False, are_cut=False, are_by_token=False)
+    arguments = mock.Mock(depend_on_max_seqlen=False, are_cut=False, is_by_token=False)
     model_config = mock.Mock(num_moe_experts=None, apply_rope_fusion=False, cuda_graph_warmup_steps=3)
     tensor = mock.Mock(shards_sequence=False)
     peers = mock.Mock(context=context, tensor=tensor, size=1, run_other_packs=False)

@@ -55,7 +55,7 @@ class Dispatcher(_C.Dispatcher):
             masks_tail=masks_tail,
             pads_at_entry=pads_at_entry,
             is_own_table=tables.include,
-            is_by_token=tables.are_by_token,
+            is_by_token=tables.is_by_token,
             may_be_by_token=not model_config.apply_rope_fusion and context.sizes == (1,),
             cuts_tables=tables.are_cut,
             is_eager=config.mode == "eager",

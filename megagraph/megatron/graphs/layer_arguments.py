@@ -46,8 +46,8 @@ class LayerArguments(dict[VariantKey, Constants]):
         has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
         # They say where positions begin; with fused RoPE these begin anew in documents.
         self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
-        # Frequencies have a row for each token: multimodal RoPE's, or those of a host that have shown it.
-        self.are_by_token = getattr(model, "position_embedding_type", None) == "mrope"
+        # Multimodal RoPE's frequencies have a row for each token.
+        self.is_by_token = getattr(model, "position_embedding_type", None) == "mrope"
         # Whether the layers were handed the model's own table when that was last asked; None before.
         self.are_own: bool | None = None
         self._own_tables: dict[int, Constants] = {}  # by rows

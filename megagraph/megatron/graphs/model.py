@@ -66,6 +66,8 @@ class GraphedModel:
         self._arguments = LayerArguments(model, self.entries)
         self.dispatcher = Dispatcher(model.config, config, self._arguments, self.peers)
         self._due = self.dispatcher.due
+        # Some micro-batch may stage more than its pack: a padding mask, or frequencies of each token.
+        self.stages_more = self.dispatcher.masks_at_entry or self.dispatcher.is_by_token
         self._layers = BlockLayers(model, ddp, self.peers, config, self.entries)
         self.captures = Captures(self._layers, self.peers, config, self._arguments, self.dispatcher)
         self.verifier = self.captures.verifier
@@ -91,9 +93,8 @@ class GraphedModel:
         self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
         self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
         self.rehearses = False  # captures to come, for somebody who asks what they would be
-        self._training_steps = 0
+        self._training_steps, self._has_told_of_misfits = 0, False
         self._last_counters: dict[str, int] = {}  # in the log
-        self._has_told_of_misfits = False
 
     def _begin(self) -> None:
         """Meets the first state, if nothing keeps the model eager, or does any more."""
@@ -159,7 +160,7 @@ class GraphedModel:
         tokens, awaited = self.tensor.num_tokens(hidden_states), self.entries.awaited
         is_by_token = self.dispatcher.look_for_freqs(table, params, tokens)
         if is_by_token:
-            self.entries.awaited, self._arguments.are_by_token = "", True
+            self.entries.awaited, self.stages_more = "", True
         elif awaited and is_by_token is False:
             self.entries.fail(awaited)
 
@@ -202,11 +203,11 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        is_taken = not self.entries.are_megatrons or batch.take_mask(mask, hidden_states)
-        takes_freqs = self._arguments.are_by_token and batch.key.by_token
-        if not is_taken or (takes_freqs and not self._arguments.take(batch, table)):
-            self.run_as_given(batch, table, hidden_states)
-            return None
+        if self.stages_more or mask is not None:
+            is_taken = not self.entries.are_megatrons or batch.take_mask(mask, hidden_states)
+            if not is_taken or (batch.key.by_token and not self._arguments.take(batch, table)):
+                self.run_as_given(batch, table, hidden_states)
+                return None
         if (variant := self.dispatcher.begin(batch)) is not None:
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
@@ -258,8 +259,7 @@ class GraphedModel:
         if ddp is None:
             return
         self._layers.ddp = weakly(ddp)
-        captures = self.captures
-        captures.failures.clear()  # of its hooks, which nobody expected
+        self.captures.failures.clear()  # of its hooks, which nobody expected
         self.captures.reset()
         if self.refusal is None:
             self._look_for_refusal(model, ddp)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megagraph._C import MicroBatch, is_skipped
 from megagraph.decide.reasons import EagerReason
@@ -48,8 +47,9 @@ def decide(
         # Layers get as many of its rows as they have of hidden states.
         from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
         is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
-        doors = entries.are_megatrons, entries.are_settled
-        entered = params, tokens, given.get("padding_mask"), is_shared, is_skipped(), *doors
+        mask = given.get("padding_mask")
+        graphs.stages_more = graphs.stages_more or mask is not None
+        entered = params, tokens, mask, is_shared, is_skipped(), entries.are_megatrons, entries.are_settled
         batch = dispatcher.enter(*entered)
         if isinstance(batch, MicroBatch) and not batch.is_ready:
             if batch.capacity is None:
@@ -74,8 +74,7 @@ def decide(
             return reason
     as_given = {} if processor is None else dict(given)
     batch.enter(given, _ROW_LISTS)
-    rows: Tensor | None = given.get("decoder_input") if is_longer and batch.entry_padding else None
-    if rows is not None:
+    if is_longer and batch.entry_padding and (rows := given.get("decoder_input")) is not None:
         if not rows.requires_grad:
             # The way back is a collective, and another rank may have a use for it.
             rows = rows.detach().requires_grad_(torch.is_grad_enabled())
