@@ -85,11 +85,6 @@ def test_the_site_has_every_page() -> None:
 SCOPES = ROOT / "docs" / "scopes.md"
 
 
-def cells_of(path: Path) -> list[str]:
-    rows = [line for line in prose(path).splitlines() if "|" in line]
-    return [cell.strip() for row in rows for cell in row.split("|")]
-
-
 @pytest.mark.parametrize(
     ("page", "most"), [("scopes.md", 9_000), ("architecture.md", 14_000), ("expert_parallel.md", 5_000)]
 )
@@ -102,7 +97,8 @@ def test_long_pages_are_read_to_their_end(page: str, most: int) -> None:
 def test_tables_are_of_words_and_not_of_paragraphs(path: Path) -> None:
     lines = [line for line in prose(path).splitlines() if line.startswith("|")]
     assert max(map(len, lines), default=0) <= 200
-    assert max(map(len, cells_of(path)), default=0) <= 120
+    cells = (cell.strip() for line in prose(path).splitlines() if "|" in line for cell in line.split("|"))
+    assert max(map(len, cells), default=0) <= 120
 
 
 def clauses(path: Path) -> list[str]:

@@ -28,17 +28,12 @@ build_info = importlib.import_module("megagraph._build_info")
 INSTALLED = metadata.version("torch")
 
 
-def with_number(version: str, place: int) -> str:
-    """The version with the number at `place` raised by one: 1 is its minor, 2 its patch."""
-    numbers = version.split("+")[0].split(".")
-    numbers[place] = str(int(re.match(r"\d+", numbers[place])[0]) + 1)
-    return ".".join(numbers)
-
-
 def test_a_core_for_another_torch_names_both_and_its_build_is_no_other(monkeypatch: MonkeyPatch) -> None:
     """Another patch release was let in, and its objects may be laid out in another way."""
-    for place in (1, 2):
-        built = with_number(INSTALLED, place)
+    for place in (1, 2):  # its minor, its patch
+        numbers = [int(re.match(r"\d+", number)[0]) for number in INSTALLED.split("+")[0].split(".")]
+        numbers[place] += 1
+        built = ".".join(map(str, numbers))
         monkeypatch.setattr(build_info, "TORCH_VERSION", built)
         expected = f"built against torch {built}, and torch {INSTALLED} is installed: reinstall"
         with pytest.raises(ImportError, match=re.escape(expected)):
@@ -118,14 +113,8 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     assert {Path(source).suffix for source in sources} == {".h", ".cuh", ".cpp", ".cu"}
     assert sources <= names
-    assert {
-        "LICENSE",
-        "README.md",
-        "pyproject.toml",
-        "setup.py",
-        "megagraph/py.typed",
-        "megagraph/auto.pth",
-    } <= names
+    others = "LICENSE README.md pyproject.toml setup.py megagraph/py.typed megagraph/auto.pth"
+    assert {*others.split()} <= names
     assert not [it for it in names if it.startswith("tests/") or it.endswith((".so", "_build_info.py"))]
     for line in (
         "License-Expression: Apache-2.0",
@@ -196,10 +185,6 @@ def test_what_a_build_lacks_is_said_in_one_sentence(build: Build, monkeypatch: M
 # -- who speaks, and that it is heard ----------------------------------------------------------------
 
 
-def lines(caplog: LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
-
-
 def test_a_warning_is_seen_without_any_logging_set_up() -> None:
     """A NullHandler disabled Python's handler of last resort: nobody saw a refusal or a failed capture."""
     code = "from megagraph.log import log; log.warning('layer %d stays eager', 3); log.info('not asked for')"
@@ -216,7 +201,7 @@ def test_other_ranks_keep_to_labelled_warnings(caplog: LogCaptureFixture, monkey
         assert rank() == int(number)
         log.info("captured")
         log.warning("%d %% eager", 5)
-    assert lines(caplog) == ["captured", "5 % eager", "[rank 3] 5 % eager"]
+    assert caplog.messages == ["captured", "5 % eager", "[rank 3] 5 % eager"]
     monkeypatch.delenv("RANK")
     assert rank() == 0
 
@@ -225,4 +210,4 @@ def test_inside_a_models_turn_its_name_comes_first(caplog: LogCaptureFixture) ->
     with about("GPTModel #2"):
         log.warning("stays eager")
     log.warning("outside")
-    assert lines(caplog) == ["GPTModel #2: stays eager", "outside"]
+    assert caplog.messages == ["GPTModel #2: stays eager", "outside"]

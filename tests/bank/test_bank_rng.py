@@ -142,17 +142,17 @@ def test_generators_are_captured_and_saved_states_leave_a_site_eager(device: str
 
 def check_draws(pair: Pair, tracker: Tracker) -> None:
     """Both sides draw the same numbers from the tracker's stream and leave it at the same place."""
+
+    def eager(x: Tensor) -> Tensor:
+        after = tracker.content()
+        assert not torch.equal(before, after)
+        tracker.set_content(before)
+        out = run_eager(pair.eager_layers, x)
+        assert torch.equal(tracker.content(), after)
+        return out
+
     for _ in range(4):
         before = tracker.content()
-
-        def eager(x: Tensor, before: Tensor = before) -> Tensor:
-            after = tracker.content()
-            assert not torch.equal(before, after)
-            tracker.set_content(before)
-            out = run_eager(pair.eager_layers, x)
-            assert torch.equal(tracker.content(), after)
-            return out
-
         assert pair.step(eager=eager) is None
 
 
@@ -288,24 +288,19 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Rewinds:
     return rewinds
 
 
-def nested() -> nn.Module:
-    """Set back twice; the inner region draws."""
-    return nn.Sequential(Block(), Recomputed(drawing(), reentrant=False))
-
-
 @REENTRANT
 @pytest.mark.parametrize(
     ("inner", "before", "draws"),
     [
         (drawing, nn.Identity, True),
-        (nested, nn.Identity, True),
+        (lambda: nn.Sequential(Block(), Recomputed(drawing(), reentrant=False)), nn.Identity, True),
         (Block, nn.Identity, False),
         (Block, nn.Dropout, False),
     ],
     ids=["a dropout inside", "a dropout inside of that", "no draw", "a dropout outside"],
 )
 def test_only_a_draw_in_what_runs_again_is_noticed(
-    followed: Rewinds, inner: type[nn.Module], before: type[nn.Module], draws: bool, reentrant: bool
+    followed: Rewinds, inner: Any, before: type[nn.Module], draws: bool, reentrant: bool
 ) -> None:
     layers = nn.Sequential(before(), Recomputed(inner(), reentrant=reentrant), nn.Dropout(0.1))
     for _ in range(2):

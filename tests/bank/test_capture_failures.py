@@ -76,10 +76,6 @@ def raises(_: Tensor) -> None:
     raise ValueError("from the layer")
 
 
-def interrupts(_: Tensor) -> None:
-    raise KeyboardInterrupt
-
-
 def leaves_a_stream_unjoined(tensor: Tensor) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -90,10 +86,7 @@ def leaves_a_stream_unjoined(tensor: Tensor) -> None:
 # And what is said of it beside the phase.
 ON_A_GPU: dict[str, tuple[Trouble, list[str]]] = {
     "item": (lambda tensor: tensor.sum().item(), [f"{__file__}:", "aten::_local_scalar_dense"]),
-    "out of memory": (
-        lambda it: torch.empty(TOO_MANY, device=it.device),
-        [f"{__file__}:", "OutOfMemoryError"],
-    ),
+    "out of memory": (lambda it: it.new_empty(TOO_MANY), [f"{__file__}:", "OutOfMemoryError"]),
     "unjoined stream": (leaves_a_stream_unjoined, [".py:"]),
 }
 
@@ -249,7 +242,7 @@ def test_an_earlier_variant_survives_the_failure_of_a_later_one(device: str) -> 
 
 
 def test_an_interrupt_ends_the_capture_and_can_be_tried_again(device: str) -> None:
-    troubled = Troubled(interrupts)
+    troubled = Troubled(mock.Mock(side_effect=KeyboardInterrupt))
     pair = pair_with(device, troubled)
     before = contents(pair)
     troubled.arm()

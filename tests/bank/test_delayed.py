@@ -46,13 +46,6 @@ class DelayedBlock(nn.Module):
             linear.weight.grad = None
 
 
-def site_of(index: int, layer: nn.Module) -> SiteSpec:
-    site = SiteSpec(name=f"layer {index}", module=layer)
-    if isinstance(layer, DelayedBlock):
-        site.finish = Finish(run=DelayedBlock.backward_dw, forget=DelayedBlock.forget)
-    return site
-
-
 @dataclass
 class Flight:
     """One micro-batch on one side: of each layer its leaf, its output, and what finishes its backward."""
@@ -88,9 +81,12 @@ class DelayedPair(Pair):
             layers or [DelayedBlock(is_fused=is_fused), Block(), DelayedBlock(is_fused=is_fused)],
             main_grad=has_main_grad,
             guard=capturing,
-            steps=lambda layers: list(itertools.starmap(site_of, enumerate(layers))),
+            steps=lambda layers: [SiteSpec(name="layer", module=layer) for layer in layers],
             **options,
         )
+        for site in self.bank.specs:
+            if isinstance(site.module, DelayedBlock):
+                site.finish = Finish(run=DelayedBlock.backward_dw, forget=DelayedBlock.forget)
         for linear in (*self.linears(self.layers), *self.linears(self.eager_layers)):
             linear.register_wgrad_accumulation_and_reduce_hooks(accumulates(linear.weight))
         self.capture()

@@ -13,12 +13,8 @@ from megagraph.bank.sites import SiteSpec, ineligible_sites
 from megagraph.decide.reasons import EagerReason
 
 
-def sites(modules: Sequence[nn.Module]) -> list[SiteSpec]:
-    return [SiteSpec(name=str(index), module=module) for index, module in enumerate(modules)]
-
-
 def found(modules: Sequence[nn.Module], **options: Any) -> Mapping[int, tuple[EagerReason, str]]:
-    return ineligible_sites(sites(modules), **options)
+    return ineligible_sites([SiteSpec(name="a site", module=module) for module in modules], **options)
 
 
 def keep(*_: object) -> None:

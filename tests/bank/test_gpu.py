@@ -68,37 +68,32 @@ def test_temporary_memory_is_paid_once_for_all_slots_and_banks_of_a_device() -> 
     assert twice_four < four * 2 - temporary, f"{twice_four} bytes of two banks, {four} of one"
 
 
-def finish(flying: Sequence[Any], order: Sequence[int]) -> None:
-    for index in order:
-        assert flying[index].reason is None
-        flying[index].check_outputs()
-        flying[index].backward()
-
-
-def test_micro_batches_of_several_banks_in_flight_have_the_bits_of_eager() -> None:
-    pairs = [Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=2, main_grad=True) for _ in range(2)]
+@pytest.mark.parametrize(("banks", "order"), [(1, (2, 0, 3, 1)), (2, (1, 0, 2, 3))])
+def test_micro_batches_in_flight_have_the_bits_of_eager(banks: int, order: Sequence[int]) -> None:
+    """Four in all, of one bank or of several."""
+    slots = 4 // banks
+    pairs = [
+        Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=slots, main_grad=True) for _ in range(banks)
+    ]
     for pair in pairs:
-        pair.capture()
-    finish([pair.forward() for pair in pairs * 2], (1, 0, 2, 3))
-    for pair in pairs:
-        pair.check_state()
-
-
-def test_micro_batches_in_flight_have_the_bits_of_eager() -> None:
-    pair = Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=4, main_grad=True)
-    pair.capture(variant(), variant("smaller", rows=4))
+        pair.capture(variant(), variant("smaller", rows=4))
     for key, rows in (("train", 6), ("smaller", 4), ("train", 6)):
-        finish([pair.forward(pair.input(rows), key) for _ in range(4)], (2, 0, 3, 1))
-        pair.check_state()
-
-
-def cannot_be_captured(hidden: Tensor) -> Tensor:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("cannot be captured")
-    return hidden.tanh()
+        flying = [pair.forward(pair.input(rows), key) for pair in pairs * slots]
+        for index in order:
+            assert flying[index].reason is None
+            flying[index].check_outputs()
+            flying[index].backward()
+        del flying
+        for pair in pairs:
+            pair.check_state()
 
 
 def test_a_site_that_cannot_be_captured_is_left_out_by_all_slots() -> None:
+    def cannot_be_captured(hidden: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("cannot be captured")
+        return hidden.tanh()
+
     pair = Pair("cuda", [Wide(), Applies(cannot_be_captured), Wide()], num_slots=3)
     pair.capture(variant(), variant("evaluation", training=False))
     assert [failure.index for failure in pair.bank.failures] == [1]

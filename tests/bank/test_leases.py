@@ -63,12 +63,11 @@ def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, deallocate: Calla
 
 
 def test_views_and_aliases_of_an_output_hold_the_slot(pair: Pair) -> None:
-    makers: list[Callable[[Tensor], object]] = [
+    for make in (
         *(lambda out: out[1:3], lambda out: out.detach(), lambda out: out.data, lambda out: out.view(-1)),
         *(lambda out: out.untyped_storage(), lambda out: out.unbind(0)[0], lambda out: out),
         lambda out: (out**2).sum(),  # autograd has saved it
-    ]
-    for make in makers:
+    ):
         micro_batch = pair.forward()
         assert micro_batch.reason is None
         held = make(micro_batch.output)

@@ -12,6 +12,7 @@ A backward may leave something to a third pass, captured right behind it.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -66,28 +67,17 @@ def mask(blocks: Sequence[Block]) -> int:
     return sum(((1 << size) - 1) << start for start, size in blocks)
 
 
-@dataclass
 class Graphs:
-    """What the captured passes of each site touch, as masks; `saved` is what its backward reads.
+    """What the captured passes of each site touch, as masks.
 
-    `output_gradient` is what is staged before a backward whose gradient comes from elsewhere.
+    Of a site: what its `forward`, `backward` and `rest` write; what is `saved` for the backward, and `left`
+    for the third pass; `input`, `output`, `transient`, `gradient`; and what is `given`, staged before a
+    backward whose gradient comes from elsewhere.
     """
 
-    forward_writes: list[int]
-    backward_writes: list[int]
-    saved: list[int]
-    input: list[int]
-    output: list[int]
-    transient: list[int]
-    gradient: list[int]
-    output_gradient: list[int]
-    rest_writes: list[int]
-    left: list[int]  # what the third pass reads
-    gaps: frozenset[int]
-
-    @property
-    def num_sites(self) -> int:
-        return len(self.saved)
+    def __init__(self, num_sites: int, gaps: frozenset[int]) -> None:
+        self.of = [Counter[str]() for _ in range(num_sites)]
+        self.gaps = gaps
 
 
 class Capture:
@@ -97,7 +87,7 @@ class Capture:
         self.rng = random.Random(seed)
         self.pool = Pool(self.rng.choice(list(PICKS.values())), self.rng)
         gaps = frozenset(site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6)
-        self.graphs = Graphs(*([0] * num_sites for _ in range(10)), gaps=gaps)
+        self.graphs = Graphs(num_sites, gaps)
         # Boundaries stay allocated until the last capture: a site's output is the next one's input.
         self.outputs: list[Block] = []
         self.grad_inputs: dict[int, Block] = {}
@@ -116,12 +106,13 @@ class Capture:
         transient = self._some(2) if site in graphs.gaps else []
         self.pool.free(self.rng.sample(temporaries + later, len(temporaries + later)))
         self.pool.free(transient)
-        written = [*temporaries, *self.kept[site], *later, self.outputs[site], *transient]
-        graphs.forward_writes[site] = mask(written)
-        graphs.input[site] = mask([given])
-        graphs.output[site] = mask([self.outputs[site]])
-        graphs.transient[site] = mask(transient)
-        graphs.saved[site] = mask([*self.kept[site], given, self.outputs[site]])
+        graphs.of[site].update(
+            forward=mask([*temporaries, *self.kept[site], *later, self.outputs[site], *transient]),
+            input=mask([given]),
+            output=mask([self.outputs[site]]),
+            transient=mask(transient),
+            saved=mask([*self.kept[site], given, self.outputs[site]]),
+        )
 
     def backward(self, site: int, *, leaves_some: bool = False) -> None:
         graphs = self.graphs
@@ -132,21 +123,20 @@ class Capture:
         if leaves_some:
             self.left[site] = [done.pop(), self.pool.allocate()]
             temporaries.append(self.left[site][-1])
-            graphs.left[site] = mask(self.left[site])
+            graphs.of[site]["left"] = mask(self.left[site])
         self.pool.free(self.rng.sample(done, len(done)))
-        graphs.backward_writes[site] = mask([*temporaries, grad_input])
-        graphs.output_gradient[site] = mask([grad_output])
+        graphs.of[site].update(backward=mask([*temporaries, grad_input]), given=mask([grad_output]))
         if after is None:
             self.pool.free([grad_output])
         if site > 0 and site - 1 in graphs.gaps:
             self.pool.free([grad_input])  # handed out as a copy
         else:
             self.grad_inputs[site] = grad_input
-            graphs.gradient[site] = mask([grad_input])
+            graphs.of[site]["gradient"] = mask([grad_input])
 
     def rest(self, site: int) -> None:
         temporaries = self._some(3)
-        self.graphs.rest_writes[site] = mask(temporaries)
+        self.graphs.of[site]["rest"] = mask(temporaries)
         self.pool.free(self.rng.sample(temporaries, len(temporaries)) + self.left[site])
 
 
@@ -173,41 +163,36 @@ class Replay:
     """
 
     def __init__(self, graphs: Graphs) -> None:
-        self.graphs = graphs
+        self.of, self.gaps = graphs.of, graphs.gaps
         self.live: set[int] = set()
         self.unfinished: set[int] = set()
         self.held: dict[tuple[Kind, int], int] = {}
 
     def _write(self, units: int) -> None:
-        saved = [self.graphs.saved[site] for site in self.live]
-        left = [self.graphs.left[site] for site in self.unfinished]
+        saved = [self.of[site]["saved"] for site in self.live]
+        left = [self.of[site]["left"] for site in self.unfinished]
         if any(where & units for where in (*saved, *left, *self.held.values())):
             raise Overwritten
-
-    def hold(self, kind: Kind, site: int) -> None:
-        graphs = self.graphs
-        of = {Kind.OUTPUT: graphs.output, Kind.TRANSIENT: graphs.transient, Kind.GRADIENT: graphs.gradient}
-        self.held[kind, site] = of[kind][site]
 
     def forward(self, site: int) -> None:
         self.live.discard(site)  # what it has saved is made anew
         # What came before ran eager: its result is staged.
-        if site - 1 not in self.live or site - 1 in self.graphs.gaps:
-            self._write(self.graphs.input[site])
-        self._write(self.graphs.forward_writes[site])
+        if site - 1 not in self.live or site - 1 in self.gaps:
+            self._write(self.of[site]["input"])
+        self._write(self.of[site]["forward"])
         self.live.add(site)
 
     def backward(self, site: int) -> None:
         self.live.discard(site)
-        if site in self.graphs.gaps or (Kind.GRADIENT, site + 1) not in self.held:
-            self._write(self.graphs.output_gradient[site])  # it comes from elsewhere and is staged
-        self._write(self.graphs.backward_writes[site])
-        if self.graphs.left[site]:
+        if site in self.gaps or (Kind.GRADIENT, site + 1) not in self.held:
+            self._write(self.of[site]["given"])  # it comes from elsewhere and is staged
+        self._write(self.of[site]["backward"])
+        if self.of[site]["left"]:
             self.unfinished.add(site)
 
     def rest(self, site: int) -> None:
         self.unfinished.remove(site)
-        self._write(self.graphs.rest_writes[site])
+        self._write(self.of[site]["rest"])
 
 
 # -- the rule --------------------------------------------------------------------------------------
@@ -252,13 +237,10 @@ class Readers:
         self.replay, self.slot, self.rng = replay, slot, rng
 
     def take(self, kind: Kind, site: int) -> None:
-        has_memory = (
-            kind is Kind.OUTPUT
-            or (self.replay.graphs.transient if kind is Kind.TRANSIENT else self.replay.graphs.gradient)[site]
-        )
-        if has_memory and self.rng.random() < 0.5 and (kind, site) not in self.replay.held:
+        units = self.replay.of[site][kind.name.lower()]
+        if units and self.rng.random() < 0.5 and (kind, site) not in self.replay.held:
             self.slot.retain_tensor(site, kind)
-            self.replay.hold(kind, site)
+            self.replay.held[kind, site] = units
 
     def leave(self, probability: float = 1) -> None:
         for kind, site in list(self.replay.held):
@@ -280,7 +262,7 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
         slot.node_done(site)
         reads += 1
 
-    for kind, site in wishes(graphs.num_sites, rng):
+    for kind, site in wishes(len(graphs.of), rng):
         if kind == "F":
             is_read = (Kind.OUTPUT, site - 1) in replay.held and site - 1 not in replay.live
             if is_read and site - 1 not in graphs.gaps:
@@ -318,7 +300,7 @@ def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_in
     sequences = reads = refused = 0
     for seed in range(NUM_POOLS):
         graphs = captured(2 + seed % 5, seed, has_gaps=has_gaps)
-        slot = _C.Slot(0, graphs.num_sites)
+        slot = _C.Slot(0, len(graphs.of))
         for _ in range(SEQUENCES_PER_POOL):
             more_reads, more_refused = run_what_the_slot_allows(graphs, slot, rng)
             sequences += more_reads > 0

@@ -344,9 +344,8 @@ class Attention(nn.Module):
 
 
 def attention(device: str = "cuda", num_slots: int = 1) -> PackPair:
-    layers = [Attention() for _ in range(LAYERS)]
-    sizes = {"tokens": ATTENDED, "num_seqs": MOST_SEQS, "width": FEATURES}
-    return PackPair(device, layers, **sizes, dtype=torch.bfloat16, num_slots=num_slots)
+    sizes = {"tokens": ATTENDED, "num_seqs": MOST_SEQS, "width": FEATURES, "dtype": torch.bfloat16}
+    return PackPair(device, [Attention() for _ in range(LAYERS)], **sizes, num_slots=num_slots)
 
 
 def test_slots_in_flight_keep_their_own_grids_and_offsets(device: str) -> None:

@@ -13,6 +13,7 @@ from bank_pair import ROWS, WIDTH, Applies, Block, CountsOps, Pair, blocks, run_
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.bank.bank import Bank
@@ -212,20 +213,14 @@ def _set(module: Any, name: str, value: Any) -> AbstractContextManager[None]:
     return _told(lambda it: setattr(module, name, it), value, getattr(module, name))
 
 
-def _preferred_blas() -> AbstractContextManager[None]:
-    prefer = torch.backends.cuda.preferred_blas_library
-    return _told(prefer, "cublaslt", prefer())
-
-
+PREFER_BLAS = torch.backends.cuda.preferred_blas_library
 SETTINGS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "deterministic algorithms": lambda _: _told(torch.use_deterministic_algorithms, False, True),
     "autocast": lambda device: torch.autocast(device, torch.bfloat16),
     "float32 matmul precision": lambda _: _told(torch.set_float32_matmul_precision, "high", "highest"),
     "cuDNN enabled": lambda _: _set(torch.backends.cudnn, "enabled", False),
-    "preferred BLAS library": lambda _: _preferred_blas(),
-    "plain attention": lambda _: torch.nn.attention.sdpa_kernel(
-        torch.nn.attention.SDPBackend.FLASH_ATTENTION
-    ),
+    "preferred BLAS library": lambda _: _told(PREFER_BLAS, "cublaslt", PREFER_BLAS()),
+    "plain attention": lambda _: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
     "default dtype": lambda _: _told(torch.set_default_dtype, torch.float64, torch.float32),
     "filling of uninitialized memory": lambda _: _set(
         torch.utils.deterministic, "fill_uninitialized_memory", False

@@ -36,11 +36,10 @@ def every_choice(packs: Packs, room: tuple[int, int], multiple: int, most: int) 
     """That has room for larger packs."""
     tokens = {-(-number // multiple) * multiple for number in (*(it.tokens for it in packs), room[0])}
     documents = {max(it.num_seqs, 1) for it in packs} | {room[1]}
-    all_of_them = [
-        Capacity(tokens=rows, num_seqs=count, max_seqlen=rows) for rows, count in product(tokens, documents)
-    ]
+    sizes = product(tokens, documents)
+    all_of_them = sorted(Capacity(tokens=rows, num_seqs=it, max_seqlen=rows) for rows, it in sizes)
     for size in range(1, most + 1):
-        for some in combinations(sorted(all_of_them), size):
+        for some in combinations(all_of_them, size):
             if any(it.tokens == max(tokens) and it.num_seqs >= room[1] for it in some):
                 yield [*some]
 
@@ -93,11 +92,7 @@ def test_full_packs_are_told_apart_by_their_documents() -> None:
 
 def test_a_capture_goes_where_most_rows_are_and_holds_what_smaller_ones_hold() -> None:
     packs = {PackShape(100, 30, 9): 50, PackShape(900, 4, 9): 50, PackShape(1000, 4, 9): 10}
-    assert found(packs)[:3] == [
-        [(1000, 30)],
-        [(100, 30), (1000, 30)],
-        [(100, 30), (900, 30), (1000, 30)],
-    ]
+    assert found(packs)[:3] == [[(1000, 30)], [(100, 30), (1000, 30)], [(100, 30), (900, 30), (1000, 30)]]
 
 
 def test_room_for_larger_packs_is_a_capture_of_its_own_if_there_is_one() -> None:
@@ -119,11 +114,11 @@ def test_many_packs_take_no_longer_than_somebody_waits() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    one = {PackShape(4, 1, 4): 1}
-    with pytest.raises(ValueError, match="and there were none"):
-        best_capacities({}, room=(1, 1), multiple=1, captures=1)
-    with pytest.raises(ValueError, match="expected counts of at least 1, got 0"):
-        best_capacities({PackShape(4, 1, 4): 0}, room=(1, 1), multiple=1, captures=1)
-    for multiple, captures in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="at least 1, got"):
-            best_capacities(one, room=(1, 1), multiple=multiple, captures=captures)
+    one = PackShape(4, 1, 4)
+    for packs, multiple, captures, message in (
+        ({}, 1, 1, "and there were none"),
+        ({one: 0}, 1, 1, "expected counts of at least 1, got 0"),
+        *(({one: 1}, *counts, "at least 1, got") for counts in ((0, 1), (1, 0))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            best_capacities(packs, room=(1, 1), multiple=multiple, captures=captures)

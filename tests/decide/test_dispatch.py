@@ -70,30 +70,20 @@ def entered(made: _C.Dispatcher, pack: Any, tokens: int, **flags: Any) -> _C.Mic
 
 def decide(shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]], *, extra_seqs: int = 0) -> Any:
     """What the core decides for a pack of a shape, to which a tail adds further documents."""
-    made = dispatcher(
-        {99: (), **bank},  # of none at all they would be yet to learn
-        extra_seqs=extra_seqs,
-        cp_size=1 if shape is None else shape.cp_size,
-    )
-    pack = None if shape is None else pack_of(shape)
-    tokens = 1 if shape is None else shape.tokens
+    pack, tokens, cp_size = (None, 1, 1) if shape is None else (pack_of(shape), shape.tokens, shape.cp_size)
+    # Of no capacities at all they would be yet to learn.
+    made = dispatcher({99: (), **bank}, extra_seqs=extra_seqs, cp_size=cp_size)
     found = enter(made, pack, tokens)
     reason = made.eager_reason(pack, tokens, True)
     assert reason is (found if isinstance(found, EagerReason) else None)
-    if isinstance(found, EagerReason):
-        return found
-    assert found.capacity is not None
-    return found.capacity
+    return found if reason else found.capacity
 
 
 def blame_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> EagerReason:
     """The reason of the capacity that gets furthest through tokens, documents and length."""
     reasons = (EagerReason.TOO_MANY_TOKENS, EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG)
-    passed = []
-    for capacity in bank:
-        fits = [getattr(shape, name) <= getattr(capacity, name) for name in DIMENSIONS]
-        passed.append(fits.index(False))
-    return reasons[max(passed)]
+    fits = [[getattr(shape, name) <= getattr(capacity, name) for name in DIMENSIONS] for capacity in bank]
+    return reasons[max(each.index(False) for each in fits)]
 
 
 @given(shape=shapes, bank=banks)
@@ -380,12 +370,8 @@ def test_a_block_that_is_called_again_has_the_later_mask() -> None:
     assert not batch.take_mask(mask[:, :5], hidden_states) and not batch.take_mask(None, hidden_states)
 
 
-class Owner:
-    """Something that a pack leads to."""
-
-
 def test_what_a_micro_batch_holds_is_collected_with_it() -> None:
-    pack, owner = pack_of(PackShape(6, 2, 4)), Owner()
+    pack, owner = pack_of(PackShape(6, 2, 4)), nn.Identity()
     pack.owner, owner.batch = owner, entered(dispatcher(BANK), pack, 6)
     gone = weakref.ref(owner)
     del pack, owner

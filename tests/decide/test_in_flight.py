@@ -64,16 +64,12 @@ def check(schedule: StageSchedule, counts: list[int]) -> None:
     assert most == schedule.most_in_flight, schedule
 
 
-def few_counts(schedule: StageSchedule) -> list[int]:
-    """Such that every legal rest of a group occurs, and the most that are in flight."""
-    group = schedule.group_size or schedule.stages
-    return [*range(1, group + schedule.stages), *range(2 * group, 3 * group + 1), 5 * group]
-
-
 @pytest.mark.megatron
 def test_order_and_figures_are_those_of_megatron() -> None:
     for schedule in schedules(lambda stages: [stages, stages + 1, 2 * stages + 1]):
-        check(schedule, few_counts(schedule))
+        group = schedule.group_size or schedule.stages
+        # Every legal rest of a group, and the most that are in flight.
+        check(schedule, [*range(1, group + schedule.stages), *range(2 * group, 3 * group + 1), 5 * group])
 
 
 @pytest.mark.soak

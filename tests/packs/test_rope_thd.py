@@ -61,9 +61,8 @@ def test_gradcheck(device: str, layout: str, cp_size: int) -> None:
     k = torch.randn(8, 1, 4, device=device, dtype=torch.float64, requires_grad=True)
     cu_seqlens = offsets([4, 0, 8] if cp_size == 2 else [4, 0, 2], device)
 
-    def turn(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        options = {"layout": layout}
-        return rope_thd([q, k], cos, sin, cu_seqlens, cp_size=cp_size, cp_rank=cp_size - 1, **options)
+    def turn(*qk: Tensor) -> tuple[Tensor, ...]:
+        return rope_thd([*qk], cos, sin, cu_seqlens, layout=layout, cp_size=cp_size, cp_rank=cp_size - 1)
 
     assert torch.autograd.gradcheck(turn, (q, k))
 
