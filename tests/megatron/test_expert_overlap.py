@@ -39,16 +39,8 @@ def steps_of(rank: int, number: int) -> list[list[Micro]]:
     shapes, steps = parallel_jobs.SHAPES, list[list[Micro]]()
     for count in itertools.islice(itertools.cycle(COUNTS), number):
         numbers = range(len(steps) * 4, len(steps) * 4 + count)
-        steps.append(
-            [
-                Micro(
-                    lengths=shapes[(it + 3 * rank) % len(shapes)],
-                    seed=50 * rank + it,
-                    mask_seed=it if it % 2 else None,
-                )
-                for it in numbers
-            ]
-        )
+        of_numbers = [(it, shapes[(it + 3 * rank) % len(shapes)], it if it % 2 else None) for it in numbers]
+        steps.append([Micro(seed=50 * rank + it, lengths=of, mask_seed=mask) for it, of, mask in of_numbers])
     for of_misfit in steps[2 :: 4 * len(COUNTS)] if rank == 1 else ():
         of_misfit[1] = Micro(lengths=parallel_jobs.MISFIT)
     return steps
@@ -213,9 +205,7 @@ def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: An
 
 
 def test_a_plan_that_no_schedule_ends_runs_as_given(trainer: Any) -> None:
-    tokens, labels, _mask, positions = (rows[None] for rows in rig.ONE.row_lists())
-    given = {"input_ids": tokens, "position_ids": positions, "labels": labels, "attention_mask": None}
-    trainer.chunk.build_schedule_plan(**given, packed_seq_params=rig.ONE.params(trainer.device))
+    trainer.chunk.build_schedule_plan(**rig.ONE.given(trainer.device))
     assert rig.report_of(trainer)["eager"] == {"EXPERT_OVERLAP": CALLS}
 
 
@@ -231,38 +221,20 @@ def test_another_model_runs_on_a_canonical_pack_inside_of_the_step(trainer: Any)
         ask_for_plan(trainer, run_other)
 
 
-@pytest.mark.parametrize(
-    ("make", "config", "of_plugin", "said"),
-    [
-        (
-            "EE",
-            {},
-            {"cuda_graph_granularity": "chunk"},
-            "expert-parallel overlap with cuda_graph_granularity",
-        ),
-        ("E-", {}, {}, "expert-parallel overlap with a dense layer as the last, behind which"),
-        (
-            "EE",
-            {"mtp_num_layers": 1},
-            {},
-            "expert-parallel overlap with multi-token prediction (mtp_num_layers=1)",
-        ),
-        (
-            "EE",
-            {"moe_pad_expert_input_to_capacity": True},
-            {},
-            "expert-parallel overlap with experts that are padded",
-        ),
-        ("EE", {"expert_model_parallel_size": 4}, {}, "expert-parallel overlap with one expert a rank"),
-    ],
-)
+# Kinds of layers, of Megatron's config and of ours, and what overlap is refused with.
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("EE", {}, {"cuda_graph_granularity": "chunk"}, "cuda_graph_granularity"),
+    ("E-", {}, {}, "a dense layer as the last, behind which"),
+    ("EE", {"mtp_num_layers": 1}, {}, "multi-token prediction (mtp_num_layers=1)"),
+    ("EE", {"moe_pad_expert_input_to_capacity": True}, {}, "experts that are padded"),
+    ("EE", {"expert_model_parallel_size": 4}, {}, "one expert a rank"),
+]
+
+
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(("make", "config", "of_plugin", "said"), REFUSED)
 def test_what_plans_do_otherwise_is_refused_by_name(
-    make: str,
-    config: dict[str, Any],
-    of_plugin: dict[str, Any],
-    said: str,
-    experts: None,
-    monkeypatch: pytest.MonkeyPatch,
+    make: str, config: dict[str, Any], of_plugin: dict[str, Any], said: str, monkeypatch: Any
 ) -> None:
     chunk = ExpertTrainer(make).chunk
     of, options = partial(refusal_of, chunk, None, ("attn",)), rig.graph_config(**of_plugin)
@@ -273,4 +245,4 @@ def test_what_plans_do_otherwise_is_refused_by_name(
         assert of() is None
     else:
         refusal = of(options)
-        assert refusal is not None and refusal.sentence.startswith(said)
+        assert refusal is not None and refusal.sentence.startswith(f"expert-parallel overlap with {said}")

@@ -10,14 +10,13 @@ import moe_rig
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron_rig import Install, compare_runs, refused, report_of, schedule, step, steps_of
+from megatron_rig import Install, compare_runs, report_of, schedule, step, steps_of
 from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer, recompute
 from same_bits import assert_same_bits
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 from megagraph.modules import GroupedLinear
@@ -215,17 +214,6 @@ def _stacked(module: Any) -> dict[str, Tensor]:
     }
 
 
-def _as_grouped_by_transformer_engine(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {f"{name}{index}": weight for name, of in stacked.items() for index, weight in enumerate(of)}
-    return {**found, "linear_fc1._extra_state": torch.empty(0)}
-
-
-def _as_legacy(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-    one, two = (weights.transpose(1, 2) for weights in stacked.values())
-    hidden = one.size(1)
-    return {"weight1": one.reshape(hidden, -1), "weight2": two.reshape(-1, hidden)}
-
-
 def test_a_seed_gives_the_weights_of_sequential_experts() -> None:
     ours, theirs = both(**SWIGLU)
     stacked = _stacked(theirs.experts)
@@ -241,10 +229,13 @@ def test_weights_of_megatrons_modules_are_taken(kind: str) -> None:
         for param in other.parameters():
             param.normal_()
     stacked = _stacked(other)
+    engines = {f"{name}{index}": weight for name, of in stacked.items() for index, weight in enumerate(of)}
+    one, two = (weights.transpose(1, 2) for weights in stacked.values())
+    hidden = one.size(1)
     state = {
         "sequential": other.state_dict(),
-        "Transformer Engine's": _as_grouped_by_transformer_engine(stacked),
-        "legacy": _as_legacy(stacked),
+        "Transformer Engine's": {**engines, "linear_fc1._extra_state": torch.empty(0)},
+        "legacy": {"weight1": one.reshape(hidden, -1), "weight2": two.reshape(-1, hidden)},
         "our own": stacked,
     }[kind]
     module.load_state_dict(state)
@@ -302,11 +293,3 @@ def test_a_spec_stays_as_it_was_and_one_without_experts_is_refused() -> None:
     before = dataclasses.replace(spec)
     assert with_grouped_experts(spec) is not spec
     assert spec == before and not is_grouped(ExpertTrainer("E").chunk.decoder.layers[0].mlp)
-
-
-def test_a_layer_derived_from_ours_is_refused() -> None:
-    chunk = ExpertTrainer(is_grouped=True).chunk
-    assert refusal_of(chunk, None) is None
-    layer = chunk.decoder.layers[1].mlp
-    layer.__class__ = type("Own", (type(layer),), {})
-    assert refused(chunk) == "mixture of experts in a layer of class Own is not supported yet"

@@ -20,7 +20,6 @@ from megagraph._C import mark_canonical
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.layer_arguments import layer_constants
-from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.inside_layers import wrap_documents
 from megagraph.modules import Norm
 
@@ -98,21 +97,6 @@ def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
     handed = layer_constants(chunk, rig.ONE.params(torch.device("cpu")), hidden)
     assert handed.keys() == {"rotary_pos_emb"} and handed["rotary_pos_emb"].size(0) == rig.ONE.longest
     assert set(vars(chunk)) == before and chunk.decoder is decoder
-
-
-@pytest.mark.parametrize(
-    ("symbol", "name"),
-    [("G", "a gated delta net"), ("D", "sparse attention"), ("?", "an unknown kind of layer")],
-)
-def test_layers_that_are_not_built_are_refused_by_name(symbol: str, name: str, monkeypatch: Any) -> None:
-    """By the pattern alone: most of these cannot be built without further packages."""
-    trainer = rig.HybridTrainer(pattern="*-")
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    monkeypatch.setattr(trainer.chunk.decoder, "layer_type_list", ["*", symbol, "-"])
-    assert (
-        rig.refused(trainer.chunk, trainer.model)
-        == f"{name} ({symbol!r} in the hybrid layer pattern) is not supported yet"
-    )
 
 
 def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(

@@ -18,9 +18,7 @@ import torch
 from host_rig import OwnBlock
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron_rig import Install, Micro, Pair, forget_metrics, graph_config, report_of, step, steps_of, train
 from moe_rig import ATTENTION, PADS, PERMUTATION, ROUTERS, ExpertTrainer, of
 from moe_rig import GROUPED_EXPERTS as GROUPED
@@ -103,9 +101,8 @@ def test_a_block_that_runs_its_layers_itself(scopes: Sequence[str]) -> None:
 
 
 def _replace_scale(device: torch.device, scale: float | None) -> None:
-    MoEAuxLossAutoScaler.main_loss_backward_scale = (
-        None if scale is None else torch.full((1,), scale, device=device)
-    )
+    scales = None if scale is None else torch.full((1,), scale, device=device)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = scales
 
 
 REPLACED: dict[str, tuple[Sequence[str], Any, moe_rig.Config]] = {
@@ -199,22 +196,12 @@ def test_what_waits_or_forks_is_refused_by_name(trained: Any, changes: moe_rig.C
     assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
 
 
-def _patched(layer: Any) -> None:
-    dispatcher = layer.mlp.token_dispatcher
-    preprocess = type(dispatcher).dispatch_preprocess
-    dispatcher.dispatch_preprocess = lambda *args: preprocess(dispatcher, *args)
-
-
 UNBUILT = {"moe_permute_fusion": True, "moe_latent_size": 16, "moe_router_padding_for_quantization": True}
 # Of a layer: further options, what is done to it, and what is said of it.
 REFUSED: list[tuple[moe_rig.Config, Callable[[Any], Any], str]] = [
     *(
-        (
-            {},
-            lambda it, given=given: setattr(it.config, *given),
-            f"{given[0]}={given[1]!r} is not supported yet",
-        )
-        for given in UNBUILT.items()
+        ({}, lambda it, given=it: setattr(it.config, *given), "{}={!r} is not supported yet".format(*it))
+        for it in UNBUILT.items()
     ),
     # Normed hidden states and the residual are one tensor there, whose gradients eager sums in its order.
     (
@@ -222,7 +209,10 @@ REFUSED: list[tuple[moe_rig.Config, Callable[[Any], Any], str]] = [
         lambda layer: setattr(layer, "pre_mlp_layernorm", IdentityOp()),
         "without a norm before them are not supported yet",
     ),
-    ({}, _patched, "dispatch_preprocess is not Megatron's"),
+    (
+        *({}, lambda layer: setattr(layer.mlp.token_dispatcher, "dispatch_preprocess", moe_rig.lose)),
+        "dispatch_preprocess is not Megatron's",
+    ),
 ]
 
 
@@ -462,42 +452,21 @@ def test_an_error_leaves_the_next_step_right(way: str, place: str) -> None:
     assert report["eager"] == WARM_UP and report["replays"] == 3 * 3 * 2 + 1
 
 
-@pytest.fixture
-def trainer() -> ExpertTrainer:
-    return ExpertTrainer()
-
-
-def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
-    class OwnLayer(MoELayer): ...
-
-    class OwnDispatcher(MoEAllGatherTokenDispatcher): ...
-
-    layer = trainer.chunk.decoder.layers[1].mlp
-    for owner, own, what in (
-        (layer, OwnLayer, "in a layer of class"),
-        (layer.token_dispatcher, OwnDispatcher, "with another dispatcher"),
+def test_which_experts_over_several_ranks_need_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ExpertTrainer()
+    for option, value, need_them in (
+        ("moe_pad_expert_input_to_capacity", True, False),
+        ("expert_model_parallel_size", 2, True),
+        ("moe_pad_expert_input_to_capacity", False, False),
+        ("moe_token_dispatcher_type", "allgather", True),
     ):
-        megatrons, owner.__class__ = type(owner), own
-        of = "(moe_token_dispatcher_type='alltoall')" if own is OwnDispatcher else own.__qualname__
-        said = f"mixture of experts {what} {of} is not supported yet"
-        assert rig.refused(trainer.chunk, trainer.model) == said
-        owner.__class__ = megatrons
-    assert refusal_of(trainer.chunk, trainer.model) is None
+        monkeypatch.setattr(trainer.chunk.config, option, value)
+        assert need_equal_rows(trainer.chunk.config) is need_them
+        assert refusal_of(trainer.chunk, trainer.model) is None
 
 
-def test_which_experts_over_several_ranks_need_equal_rows(trainer: ExpertTrainer, monkeypatch: Any) -> None:
-    config = trainer.chunk.config
-    monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", True)
-    assert not need_equal_rows(config)
-    monkeypatch.setattr(config, "expert_model_parallel_size", 2)
-    assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
-    monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", False)
-    assert not need_equal_rows(config)
-    monkeypatch.setattr(config, "moe_token_dispatcher_type", "allgather")
-    assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
-
-
-def test_packs_whose_rows_are_samples_run_as_given(install: rig.Install, trainer: ExpertTrainer) -> None:
+def test_packs_whose_rows_are_samples_run_as_given(install: rig.Install) -> None:
+    trainer = ExpertTrainer()
     params = moe_rig.PACK.params(trainer.device)
     if not hasattr(params, "tokens_per_sample"):
         pytest.skip("this release of megatron-core has no tokens_per_sample")

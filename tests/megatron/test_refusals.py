@@ -32,6 +32,7 @@ MAKES: dict[str, Callable[[], Trainer]] = {
     "hybrid": rig.HybridTrainer,
     "experts": ExpertTrainer,
     "replayed": partial(ExpertTrainer, moe_enable_routing_replay=True),
+    "grouped": partial(ExpertTrainer, is_grouped=True),
     "prediction": prediction,
 }
 PIPELINE, SHARED = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
@@ -72,11 +73,6 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-@pytest.fixture
-def trainer() -> Trainer:
-    return Trainer(rig.OPTIONS)
-
-
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(("kind", "case"), [(kind, it) for kind, cases in REFUSED.items() for it in cases])
 def test_what_a_config_asks_for_is_refused_by_name(
@@ -92,32 +88,79 @@ def test_what_a_config_asks_for_is_refused_by_name(
     assert rig.refused(trainer.chunk, trainer.model) == f"{name} ({option}={value!r}) is not supported yet"
 
 
-def test_attention_that_cannot_share_packs_is_refused_by_name(trainer: Trainer) -> None:
-    chunk: Any = trainer.chunk
+Change = Callable[[Any], None]
+
+
+def own(owner: Any, **methods: Any) -> None:
+    """Makes what a model has one of a host's class."""
+    owner.__class__ = type("Own", (type(owner),), methods)
+
+
+def own_layer(chunk: Any) -> None:
+    own(chunk.decoder.layers[1].mlp)
+
+
+def own_router(chunk: Any) -> None:
+    own(chunk.decoder.layers[0].mlp.router, forward=lambda *_args, **_given: None)
+
+
+def shared(chunk: Any) -> None:
     chunk.config.context_parallel_size = 2
-    chunk.decoder.layers[0].self_attention.core_attention = nn.Identity()
-    said = "attention of class Identity with context parallelism (context_parallel_size=2)"
-    assert rig.refused(chunk) == f"{said} is not supported yet"
 
 
-@pytest.mark.parametrize("mark", ["te_quant_params", "primary_weights_in_fp8"])
-def test_a_module_that_says_it_is_quantized_is_refused_by_name(trainer: Trainer, mark: str) -> None:
-    """Bug: the config alone was asked, and a host may have quantized single modules."""
-    layer: Any = trainer.chunk.decoder.layers[1].mlp.linear_fc1
-    setattr(layer, mark, None)
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    setattr(layer, mark, True)
-    where = f"{type(layer).__name__} at layers.1.mlp.linear_fc1"
-    assert rig.refused(trainer.chunk, trainer.model) == f"quantization ({where}) is not supported yet"
+OF_TWO, OWN = f"{IN_SHARE} (context_parallel_size=2)", f"{OF_EXPERTS} in a layer of class Own"
+BEHIND = "behind a forward of its own, in a router of class Own"
+NOT_BUILT = {"G": "a gated delta net", "D": "sparse attention", "?": "an unknown kind of layer"}
+# Of a kind of model what is refused, and the changes of which the last one does it.
+CHANGED: list[tuple[str, str, list[Change]]] = [
+    (
+        *("dense", f"attention of class Identity {OF_TWO}"),
+        [shared, lambda it: setattr(it.decoder.layers[0].self_attention, "core_attention", nn.Identity())],
+    ),
+    (
+        "dense",
+        f"multimodal RoPE {IN_SHARE} (position_embedding_type='mrope')",
+        [lambda it: setattr(it, "position_embedding_type", "mrope"), shared],
+    ),
+    # Bug: the config alone was asked, and a host may have quantized single modules.
+    *(
+        (
+            *("dense", "quantization (ColumnParallelLinear at layers.1.mlp.linear_fc1)"),
+            [lambda it, to=to: setattr(it.decoder.layers[1].mlp.linear_fc1, *to) for to in marks],
+        )
+        for marks in ([(name, None), (name, True)] for name in ("te_quant_params", "primary_weights_in_fp8"))
+    ),
+    # By the pattern alone: most of these cannot be built without further packages.
+    *(
+        (
+            *("hybrid", f"{name} ({symbol!r} in the hybrid layer pattern)"),
+            [lambda it, symbol=symbol: setattr(it.decoder, "layer_type_list", ["*", symbol, "-"])],
+        )
+        for symbol, name in NOT_BUILT.items()
+    ),
+    # A router's own forward could not be shown the rows that were given, where its routing is replayed.
+    *(("grouped", OWN, [own_layer]), ("experts", OWN, [own_router, own_layer])),
+    ("replayed", f"{OF_EXPERTS} whose routing is replayed or a host's, {BEHIND}", [own_router]),
+    (
+        *("experts", f"{OF_EXPERTS} with another dispatcher (moe_token_dispatcher_type='alltoall')"),
+        [lambda it: own(it.decoder.layers[1].mlp.token_dispatcher)],
+    ),
+]
 
 
-def test_fsdp_and_multimodal_rope_over_ranks_are_refused_by_name(trainer: Trainer) -> None:
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(("kind", "said", "changes"), CHANGED)
+def test_what_is_changed_of_a_model_is_refused_by_name(kind: str, said: str, changes: list[Change]) -> None:
+    trainer = MAKES[kind]()
+    for change in changes:
+        assert refusal_of(trainer.chunk, trainer.model) is None
+        change(trainer.chunk)
+    assert rig.refused(trainer.chunk, trainer.model) == f"{said} is not supported yet"
+
+
+def test_fsdp_is_refused_by_name() -> None:
     ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    assert rig.refused(trainer.chunk, ddp) == "Megatron-FSDP is not supported yet"
-    trainer.chunk.position_embedding_type = "mrope"
-    assert refusal_of(trainer.chunk, None) is None
-    trainer.chunk.config.context_parallel_size = 2
-    assert "multimodal RoPE with context parallelism" in rig.refused(trainer.chunk)
+    assert rig.refused(Trainer(rig.OPTIONS).chunk, ddp) == "Megatron-FSDP is not supported yet"
 
 
 def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_type(monkeypatch: Any) -> None:
@@ -152,10 +195,8 @@ def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_typ
     ],
 )
 def test_megatrons_own_graphs_beside_ours_are_an_error(
-    option: str, value: Any, got: str, install: rig.Install
+    option: str, value: Any, got: str, trainer: Trainer
 ) -> None:
-    install()
-    trainer = Trainer(rig.OPTIONS)
     setattr(trainer.chunk.config, option, value)
     with pytest.raises(ValueError, match=rf"expected cuda_graph_impl 'none'.*{got}"):
         rig.step(trainer, [rig.ONE])
@@ -167,9 +208,7 @@ OF_NO_GRAPH = {"NO_PACK_METADATA": lambda _pack: None, "SIGNATURE_CHANGED": rig.
 @pytest.mark.parametrize("reason", OF_NO_GRAPH)
 def test_a_micro_batch_that_no_graph_takes_runs_eager(reason: str, pair: rig.Pair) -> None:
     pair.step(rig.ONE, rig.Micro(lengths=(30,), pack=OF_NO_GRAPH[reason]), times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": rig.LAYERS, reason: 3 * rig.LAYERS}
-    assert report["replays"] == 2 * rig.LAYERS
+    pair.ran(2 * rig.LAYERS, WARMING_UP=rig.LAYERS, **{reason: 3 * rig.LAYERS})
 
 
 def test_a_model_without_ddp_accumulates_plain_gradients_with_eager_bits(install: rig.Install) -> None:

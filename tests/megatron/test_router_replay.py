@@ -2,7 +2,7 @@
 """Routers that are told what to choose: eager beside graphed attention, on the rows that were given."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
-from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = pytest.mark.usefixtures("experts")
 
@@ -34,21 +33,19 @@ def targets(micro: rig.Micro, layer: int) -> Tensor:
     return torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(micro.physical)])
 
 
-class Told:
+class Told(list[rig.Micro]):
     """Micro-batches, before each of which core's routers are told what to do with it."""
 
-    def __init__(self, trainer: ExpertTrainer, micros: Sequence[rig.Micro]) -> None:
-        self._replays = [router.router_replay for router in trainer.routers()]
-        self._micros = micros
-        self._device = trainer.device
+    @contextmanager
+    def telling(self, trainer: ExpertTrainer) -> Iterator[None]:
         self.recorded: list[Tensor] = []
-
-    def __len__(self) -> int:
-        return len(self._micros)
+        self._replays, self._device = [it.router_replay for it in trainer.routers()], trainer.device
+        yield
+        self._collect()
 
     def __iter__(self) -> Iterator[rig.Micro]:
-        for index, micro in enumerate(self._micros):
-            self.collect()
+        for index, micro in enumerate(super().__iter__()):
+            self._collect()
             action = ACTIONS[(micro.seed + index) % len(ACTIONS)]
             for layer, replay in enumerate(self._replays):
                 replay.clear_indices()
@@ -59,7 +56,7 @@ class Told:
                     replay.set_target_indices(targets(micro, layer).to(self._device))
             yield micro
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Takes what was recorded of the micro-batch before."""
         found = [replay.get_recorded_indices() for replay in self._replays]
         self.recorded += [each.clone() for each in found if each is not None]
@@ -67,22 +64,12 @@ class Told:
 
 def run(
     config: GraphConfig | None, given: Sequence[Sequence[rig.Micro]], **changes: Any
-) -> tuple[list[rig.Step], list[Tensor], dict[str, Any]]:
-    """Trains a fresh model whose routers record and replay. Returns steps, what was recorded, the report."""
-    if config is not None:
-        megagraph.install(config)
-    try:
-        rig.forget_metrics()
-        trainer = ExpertTrainer(moe_enable_routing_replay=True, **changes)
-        steps, recorded = [], []
-        for micros in given:
-            told = Told(trainer, micros)
-            steps.append(rig.step(trainer, told))  # has what a step needs
-            told.collect()
-            recorded += told.recorded
-        return steps, recorded, {} if config is None else rig.report_of(trainer)
-    finally:
-        megagraph.uninstall()
+) -> tuple[rig.Run, list[Tensor]]:
+    """Trains a fresh model whose routers record and replay. Returns what they have recorded, too."""
+    steps = [Told(micros) for micros in given]
+    how = {"moe_enable_routing_replay": True, "around": lambda trainer, index: steps[index].telling(trainer)}
+    found = rig.train(config, steps, ExpertTrainer, **how, **changes)
+    return found, [each for told in steps for each in told.recorded]
 
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -101,10 +88,10 @@ def test_bits(case: str, masks: bool) -> None:
     given = rig.steps_of(13 if rig.ON_GPU else 3, masks=masks)
     eager = run(rig.graph_config(mode="eager"), given, **changes)
     graphed = run(rig.graph_config(cuda_graph_modules=scopes), given, **changes)
-    assert_same_bits(eager[:2], graphed[:2])
+    assert_same_bits(eager, graphed)
     rows = [m.physical for ms in given for i, m in enumerate(ms) if ACTIONS[(m.seed + i) % 3] == "RECORD"]
     assert [tuple(each.shape) for each in graphed[1]] == [(n, TOPK) for n in rows for _layer in range(2)]
-    report = graphed[2]
+    report = graphed[0].report
     assert report["eager"] == {"WARMING_UP": 3 * 2} and report["layers"] == 2
     assert report["replays"] == report["calls"] - 3 * 2
     assert report["failures"] == [
@@ -122,10 +109,10 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
     lossless = moe_rig.CASES["groups, no losses"]
     alone = run(None, given, **lossless)
     graphed = run(rig.graph_config(cuda_graph_modules="attn"), given, **lossless)
-    assert graphed[2]["replays"] == 3 * 3 * 2
-    assert_same_bits(alone[0][0], graphed[0][0])
+    assert graphed[0].report["replays"] == 3 * 3 * 2
+    assert_same_bits(alone[0].steps[0], graphed[0].steps[0])
     assert all(map(torch.equal, alone[1], graphed[1]))
-    for one, other in zip(alone[0], graphed[0], strict=True):
+    for one, other in zip(alone[0].steps, graphed[0].steps, strict=True):
         torch.testing.assert_close(one.losses, other.losses)
         torch.testing.assert_close(one.grads, other.grads, atol=1e-5, rtol=1e-3)
 
@@ -133,7 +120,7 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
 @pytest.mark.parametrize("scopes", [("moe_router",), ()], ids=str)
 def test_layers_of_which_the_router_alone_was_named_stay_eager_by_name(scopes: tuple[str, ...]) -> None:
     config = rig.graph_config(cuda_graph_modules=scopes)
-    _steps, _recorded, report = run(config, [[FULL] * 3] * 3, is_grouped=not scopes)
+    report = run(config, [[FULL] * 3] * 3, is_grouped=not scopes)[0].report
     assert report["replays"] == 0 and report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * 2}
     assert report["failures"] == [
         "GPTModel stays eager (SCOPE_UNSUPPORTED): no layer of it can be graphed; layer 0 "
@@ -187,21 +174,6 @@ def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool
 
 
 # -- what is refused -------------------------------------------------------------------------------
-
-
-def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_replayed() -> None:
-    class OwnRouter(TopKRouter):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            """Could not be shown the rows that were given."""
-            return super().forward(*args, **kwargs)
-
-    plain, replayed = ExpertTrainer(), ExpertTrainer(moe_enable_routing_replay=True)
-    for trainer in (plain, replayed):
-        trainer.routers()[0].__class__ = OwnRouter
-    assert refusal_of(plain.chunk, None) is None
-    what = "whose routing is replayed or a host's, behind a forward of its own, in a router of class"
-    said = f"mixture of experts {what} {OwnRouter.__qualname__} is not supported yet"
-    assert rig.refused(replayed.chunk) == said
 
 
 def test_routers_that_are_told_later_and_recomputed_raise(install: rig.Install) -> None:
