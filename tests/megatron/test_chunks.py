@@ -12,7 +12,6 @@ import moe_rig
 import parallel_jobs
 import pipeline_jobs
 import pytest
-from torch import nn
 from worlds import World, on_ranks
 
 import megagraph
@@ -22,14 +21,13 @@ from megagraph.bank.capture import CapturePlan
 
 LAYERS = 6
 FULL = rig.Micro(lengths=(64,), seed=2)
-CHUNK = "chunk"
+CHUNKS = {"cuda_graph_granularity": "chunk"}
 
 
 @pytest.fixture
-def pair(install: rig.Install) -> rig.Pair:
+def pair() -> rig.Pair:
     """One runs eager, the other in chunks."""
-    install(cuda_graph_granularity=CHUNK)
-    return rig.Pair(layers=LAYERS)
+    return rig.Pair(layers=LAYERS, plugin=CHUNKS)
 
 
 def sites(pair: rig.Pair) -> list[str]:
@@ -55,15 +53,13 @@ def _layer(pair: rig.Pair, index: int) -> Any:
     return pair.graphed.chunk.decoder.layers[index]
 
 
-def _hooked(module: nn.Module) -> None:
-    module.register_forward_hook(lambda *_args: None)
-
-
-def _baked(mlp: Any) -> None:
-    rig.changes_output(mlp, lambda out: out * (1.5 if rig.is_capturing() else 1.0))
-
-
-FAULTS = {"FOREIGN_HOOK": _hooked, "CAPTURE_FAILED": rig.breaks, "VERIFY_FAILED": _baked}
+FAULTS: dict[str, Callable[[Any], object]] = {
+    "FOREIGN_HOOK": lambda mlp: mlp.register_forward_hook(lambda *_args: None),
+    "CAPTURE_FAILED": rig.breaks,
+    "VERIFY_FAILED": lambda mlp: rig.changes_output(
+        mlp, lambda out: out * (1.5 if rig.is_capturing() else 1.0)
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -92,10 +88,13 @@ def test_a_layer_at_fault_is_named_and_cut_out(
 def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[int] = []  # layers in the graph that is being captured, or of a warm-up of one
     for backend in (Backend, CudaBackend):
-        _note_passes(backend, passed, monkeypatch)
+
+        def record(self: Any, pool: int, body: Any, *given: Any, original: Any = backend.record) -> Any:
+            return original(self, pool, lambda: (passed.clear(), body())[1], *given)
+
+        monkeypatch.setattr(backend, "record", record)
     warm_up = CapturePlan._run_once
     monkeypatch.setattr(CapturePlan, "_run_once", lambda *args: (passed.clear(), warm_up(*args))[1])
-
     for index in range(LAYERS):  # at most two in one graph
         rig.breaks(
             _layer(pair, index).mlp, lambda: rig.is_capturing() and (passed.append(0) or len(passed) > 2)
@@ -104,15 +103,6 @@ def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: 
     report = pair.report()
     assert sites(pair) == [f"layer {index}" for index in range(LAYERS)]
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["failures"] == []
-
-
-def _note_passes(backend: Any, passed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = backend.record
-
-    def record(self: Any, pool: int, body: Callable[[], None], *given: Any) -> Any:
-        return original(self, pool, lambda: (passed.clear(), body())[1], *given)
-
-    monkeypatch.setattr(backend, "record", record)
 
 
 def test_a_hook_that_comes_later_cuts_and_one_that_goes_joins_again(pair: rig.Pair) -> None:
@@ -147,11 +137,8 @@ def test_other_layers_are_joined_anew(pair: rig.Pair, is_kept: bool) -> None:
     assert sites(pair) == ["layers 0 to 4"] and len(kept) == 2 * is_kept
 
 
-def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(
-    install: rig.Install, caplog: pytest.LogCaptureFixture
-) -> None:
-    install(cuda_graph_granularity=CHUNK, cuda_graph_modules="attn")
-    pair = rig.Pair(layers=3)
+def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    pair = rig.Pair(layers=3, plugin={**CHUNKS, "cuda_graph_modules": "attn"})
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         pair.step(rig.ONE, rig.TWO, times=3)
     assert pair.report()["sites"] == 3
@@ -167,11 +154,8 @@ def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(
     ],
     ids=["hybrid", "grouped experts"],
 )
-def test_layers_of_other_models_are_joined(
-    install: rig.Install, make: rig.Make, given: dict[str, Any], layers: int
-) -> None:
-    install(cuda_graph_granularity=CHUNK)
-    report = rig.Pair(make, **given).train(rig.steps_of(4, masks=True))
+def test_layers_of_other_models_are_joined(make: rig.Make, given: dict[str, Any], layers: int) -> None:
+    report = rig.Pair(make, plugin=CHUNKS, **given).train(rig.steps_of(4, masks=True))
     assert (report["layers"], report["sites"]) == (layers, 1) and report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 3 * layers}
 
@@ -181,7 +165,7 @@ def test_buckets_are_reduced_while_the_backward_goes_on() -> None:
     """That of the last layers before the graph of the first ones is launched."""
     cut, options = Cut(stages=1), dataclasses.replace(rig.OPTIONS, layers=LAYERS, heads=4)
     cut.start()
-    megagraph.install(rig.graph_config(cuda_graph_granularity=CHUNK))
+    megagraph.install(rig.graph_config(**CHUNKS))
     trainer = pipeline_jobs.Trainer(cut, options, ddp={"overlap_grad_reduce": True, "bucket_size": 20_000})
     first: Any = next(trainer.models[0].decoder.layers[0].parameters())
     had: list[bool] = []  # gradients of the first layer at each reduction
@@ -206,8 +190,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], int, range]] = {
 def test_bits_on_ranks(world2: World, name: str) -> None:
     """Buckets are reduced in the order of eager, and gathered in the forward."""
     options, layers, sites = TRAININGS[name]
-    plugin = {"cuda_graph_granularity": CHUNK}
-    for of_rank in world2.run(pipeline_jobs.train_pair, layers=layers, plugin=plugin, **options):
+    for of_rank in world2.run(pipeline_jobs.train_pair, layers=layers, plugin=CHUNKS, **options):
         for report in of_rank:
             assert report["layers"] == layers and report["sites"] in sites
             assert report["eager"] == {"WARMING_UP": report["first"] * layers} and report["failures"] == []
@@ -220,7 +203,7 @@ def test_ranks_that_share_layers_are_cut_alike(world2: World) -> None:
         tensor_parallel=2,
         how={0: "capture"},
         config={"tensor_model_parallel_size": 2},
-        plugin={"cuda_graph_granularity": CHUNK},
+        plugin=CHUNKS,
     )
     for report in reports:
         assert (report["layers"], report["sites"]) == (2, 2)

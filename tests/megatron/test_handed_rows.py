@@ -15,7 +15,7 @@ import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import Micro, Pair, evaluate, forget_metrics, forward, graph_config, step, the_plugin
+from megatron_rig import Micro, Pair, evaluate, forget_metrics, step, the_plugin
 from moe_rig import ExpertTrainer
 from parallel_jobs import OPTIONS
 from same_bits import assert_same_bits
@@ -213,7 +213,6 @@ def test_what_a_rank_sends_is_what_its_peers_expect(size: int, given: int, wante
 @on_ranks(2, tensor_parallel=2)
 def test_a_model_with_forwards_of_its_own_on_several_ranks(sequence_parallel: bool) -> None:
     """Under sequence parallelism it gets no rows that were not given: what it does with them is unknown."""
-    megagraph.install(rig.graph_config())
     config = {**SHARED_ROWS, "sequence_parallel": sequence_parallel}
     pair = rig.Pair(HostTrainer, model_class=OwnModel, block_class=OwnBlock, options=OPTIONS, config=config)
     pair.step(*PACKS, times=4)
@@ -308,8 +307,8 @@ def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
     """For one step; both evaluate between steps."""
     rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
     make_groups(**sizes)
-    megagraph.install(graph_config(capacities=(FEW, MANY), cuda_graph_modules=("attn", "moe_router")))
-    pair = Pair(seeded(partial(ExpertTrainer, "E-", **sizes, **CASES["allgather"])))
+    plugin = {"capacities": (FEW, MANY), "cuda_graph_modules": ("attn", "moe_router")}
+    pair = Pair(seeded(partial(ExpertTrainer, "E-", **sizes, **CASES["allgather"])), plugin=plugin)
 
     def train(trainer: ExpertTrainer) -> list[Any]:
         forget_metrics()
@@ -374,9 +373,6 @@ def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
         "padding mask": {"padding_mask": no_mask},
     }
 
-    def model(**kwargs: Any) -> Any:
-        return trainer.model(**{**kwargs, **changes.get(route, {})})
-
     def inside(kwargs: dict[str, Any]) -> dict[str, Any]:
         rows, dim = kwargs["hidden_states"].size(0), kwargs["rotary_pos_emb"].size(-1)
         if route == "mask inside":
@@ -387,7 +383,7 @@ def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
     if route.endswith("inside"):
         rig.hands(trainer.chunk.decoder, inside)
     with torch.inference_mode(route == "inference mode"):
-        forward(model, micro, trainer.device)
+        trainer.model(**{**micro.given(trainer.device), **changes.get(route, {})})
 
 
 @pytest.mark.parametrize(("route", "is_warm"), [("no pack", False), *((route, True) for route in ROUTES)])

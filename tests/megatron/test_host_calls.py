@@ -125,32 +125,23 @@ CASES = {
 }
 
 
-def _bridge_schedule() -> dict[str, Any]:
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return {"seq_length": OPTIONS.max_tokens, "p2p_communicator": None, "pg_collection": groups}
-
-
-def _reference(case: Case, trainer: HostTrainer) -> Any:
-    if case.reference != "another model":
-        return trainer.chunk if case.reference else None
-    model, called = hosts.frozen_model(3, *case.classes)
-    model.train()
-    return called
-
-
 def _loop(case: Case, mode: str) -> tuple[list[Tensor], Any]:
     """What each phase of each round left, and the reports."""
     megagraph.install(graph_config(mode=mode))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    bridges = {"seq_length": OPTIONS.max_tokens, "p2p_communicator": None, "pg_collection": groups}
     try:
         trainer = HostTrainer(*case.classes, case.prepare)
+        reference: Any = trainer.chunk if case.reference else None
+        if case.reference == "another model":
+            model, reference = hosts.frozen_model(3, *case.classes)
+            model.train()
         host = hosts.Host(
             trainer=trainer,
-            pack=case.pack,
-            call=case.call,
-            schedule=_bridge_schedule() if case.pack in (hosts.bridge_pack, hosts.bridge_padded_pack) else {},
-            reference=_reference(case, trainer),
+            schedule=bridges if case.pack in (hosts.bridge_pack, hosts.bridge_padded_pack) else {},
+            reference=reference,
             offload=case.offload(),
-            announces=case.announces,
+            **{name: getattr(case, name) for name in ("pack", "call", "announces")},
         )
         for index in range(ROUNDS):
             micros = [PACKS[(index + place) % len(PACKS)] for place in range(1 + index % 3)]

@@ -7,25 +7,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
 from host_rig import FULL, HostTrainer, OwnBlock, OwnModel, frozen_model, host_pair, only
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    OTHER,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    forward,
-    hands,
-    step,
-    the_plugin,
-)
+from megatron_rig import LAYERS, ONE, OTHER, TWO, Install, Micro, Pair, forward, hands, step
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -35,8 +23,6 @@ pytestmark = pytest.mark.both
 
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
 OTHER_FULL = Micro(lengths=(30, 19, 8, 4, 3), seed=3)
-
-
 # The rows of `FULL`, in a pack of other documents.
 FULL_OF_OTHER = dataclasses.replace(FULL, pack=lambda made: OTHER_FULL.params(made.cu_seqlens_q.device))
 
@@ -105,10 +91,8 @@ def test_a_class_that_is_defined_after_install_is_found_where_it_runs(install: I
     install()
 
     class Later(OwnModel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.run(
-                kwargs["input_ids"], None, None, None, kwargs["labels"], kwargs["packed_seq_params"]
-            )
+        def forward(self, *_args: Any, **given: Any) -> Any:
+            return self.run(given["input_ids"], *[None] * 3, given["labels"], given["packed_seq_params"])
 
     class LaterBlock(OwnBlock):
         forward = vars(OwnBlock)["forward"]
@@ -235,7 +219,7 @@ def test_a_model_whose_arguments_have_other_names_is_refused_and_counted(install
         trainer.chunk(given["input_ids"], given["packed_seq_params"], given["labels"]).sum().backward()
 
     for _ in range(3):
-        the_plugin().schedule(call)(model=[trainer.model])
+        rig.the_plugin().schedule(call)(model=[trainer.model])
     (report,) = megagraph.reports()
     assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * LAYERS}
     (failure,) = report["failures"]
@@ -294,10 +278,6 @@ def _wrapped(model: Any) -> None:
     model.forward = types.MethodType(lambda self, *args, **kwargs: inner(self, *args, **kwargs), model)
 
 
-def _restored(model: Any) -> None:
-    model.forward = types.MethodType(type(model).forward, model)
-
-
 def _backed_up(model: Any) -> None:
     model.forward_backup = model.forward
     _patched(model)
@@ -311,7 +291,11 @@ COMINGS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {
     },
     # Bug: it was gone with the instance's attribute, and nothing told it from one that was never set.
     "deleted": ("layer", _wrapped, lambda model: delattr(model, "forward")),
-    "put back": ("layer", _wrapped, _restored),
+    "put back": (
+        "layer",
+        _wrapped,
+        lambda model: setattr(model, "forward", type(model).forward.__get__(model)),
+    ),
 }
 
 
@@ -345,12 +329,9 @@ class ScaledBlock(OwnBlock):
         return hidden_states * hidden_states.tanh() if index % 2 == 0 else hidden_states
 
 
-FOUR = dataclasses.replace(OPTIONS, layers=4)
-
-
 def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs() -> None:
     """A layer that would be staged into the former one's output runs eager; without gradients none is."""
-    pair = host_pair(GPTModel, ScaledBlock, options=FOUR)
+    pair = host_pair(GPTModel, ScaledBlock, options=dataclasses.replace(rig.OPTIONS, layers=4))
     pair.step(ONE, TWO, times=5)
     trained = pair.report()
     assert only(trained, "WARMING_UP", "NESTING") and trained["eager"]["NESTING"] > 0

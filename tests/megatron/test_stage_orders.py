@@ -12,7 +12,19 @@ from typing import Any
 import pipeline_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, ON_GPU, OPTIONS, Install, Micro, Pair, Step, forward, grads, the_plugin
+from megatron_rig import (
+    LAYERS,
+    ON_GPU,
+    OPTIONS,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    forward,
+    grads,
+    hands,
+    the_plugin,
+)
 from same_bits import assert_same_bits
 
 import megagraph
@@ -30,11 +42,6 @@ def schedules(stages: int, chunks: int, *of: int) -> list[StageSchedule]:
 
 SCHEDULES = [*schedules(4, 1, 0, 1, 3), *schedules(4, 2, 0, 2), *schedules(8, 4, 3)]
 OTHERS = [*schedules(4, 1, 2), *schedules(4, 2, 1, 3), *schedules(8, 4, 0, 1, 2, 4, 5, 6, 7)]
-
-
-def _without_ids(_chunk: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """As a host may call a chunk that begins with the hidden states of another stage."""
-    return args, {**given, "input_ids": None, "position_ids": None}
 
 
 def packs(count: int, seed: int) -> list[Micro]:
@@ -55,10 +62,11 @@ class StagePair:
         self.schedule, self.others = schedule, others
         for trainer in self.both:  # or weights would soon be infinite: what others send is random
             trainer.update = lambda: None
+        # As a host may call a chunk that begins with the hidden states of another stage.
         for trainer in self.both if deallocates else ():
             for model, chunk in zip(trainer.models, trainer.chunks, strict=True):
                 if not model.pre_process:
-                    chunk.register_forward_pre_hook(_without_ids, with_kwargs=True)
+                    hands(chunk, lambda given: {**given, "input_ids": None, "position_ids": None})
 
     def step(self, count: int, seed: int, *, forward_only: bool = False) -> None:
         """A step of both, which must leave the same bits, also in what other stages are sent."""
@@ -253,12 +261,11 @@ def test_a_slot_that_somebody_holds_leaves_the_others_and_holds_captures_back(ca
 
 
 @pytest.mark.gpu
-def test_each_slot_has_memory_of_its_own(install: Install) -> None:
+def test_each_slot_has_memory_of_its_own() -> None:
     """Of what is kept for a backward; what is temporary all of them share."""
     sizes = []
     for slots in (2, 3, 4):
-        install(cuda_graph_slots=slots)
-        pair = Pair()
+        pair = Pair(plugin={"cuda_graph_slots": slots})
         pair.step(*_micros(0), times=2)
         sizes.append(pair.report()["pool_bytes"])
         megagraph.uninstall()

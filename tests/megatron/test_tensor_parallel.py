@@ -34,13 +34,6 @@ NOTHING = contextlib.nullcontext()
 SHARED_ROWS = {**TENSOR_PARALLEL, **SHARES}
 
 
-def eager_calls(report: dict[str, Any]) -> dict[str, int]:
-    """The reasons beside the warm-up's; every other call replayed."""
-    eager: dict[str, int] = dict(report["eager"])
-    assert eager.pop("WARMING_UP") == STEP_CALLS
-    return eager
-
-
 mla = partial(rig.ModelTrainer, mla="plain, RoPE")
 fused_mla = partial(rig.ModelTrainer, mla="low rank, YaRN")
 # What makes the models, what is graphed, and further options of Megatron's.
@@ -126,7 +119,8 @@ def test_what_one_rank_cannot_do_none_does(
     job = parallel_jobs.disagree
     reports = world2.run(job, tensor_parallel=2, how=how, num_steps=steps, config=TENSOR_PARALLEL)
     for report, expected in zip(reports, (here, {"GROUP_DISAGREED": there} if there else {}), strict=True):
-        assert eager_calls(report) == expected and report["calls"] == steps * STEP_CALLS
+        assert report["eager"] == {"WARMING_UP": STEP_CALLS, **expected}
+        assert report["calls"] == steps * STEP_CALLS
 
 
 @on_ranks(2, tensor_parallel=2)
@@ -141,7 +135,6 @@ def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank() -> None:
             of_micro.sum().backward()
         return [of_micro.detach().clone() for of_micro in losses], rig.grads(trainer.chunk)
 
-    megagraph.install(rig.graph_config())
     pair = rig.Pair(seeded(parallel_jobs.model), config=SHARED_ROWS)
     pair.train(steps)
     assert_same_bits(*pair.each(in_flight))
@@ -158,8 +151,7 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
         evaluate_at=(1, 2, 3),
     )
     for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
-        assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS, reason: STEP_CALLS}
-        assert report["graphs"] == (2 + 1) * LAYERS and report["failures"] == []
+        rig.ran(report, graphs=(2 + 1) * LAYERS, WARMING_UP=2 * STEP_CALLS, **{reason: STEP_CALLS})
 
 
 NOTE = "of nobody's"
@@ -217,31 +209,28 @@ def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names
         rig.run_schedule(trainer.model, forward_step, micros, left)
 
 
-CALLED_OTHERWISE = set[int]()  # ranks
-
-
-class OtherwiseBlock(OwnBlock):
-    """Its second layer is called with what nobody reads in training."""
-
-    def further_arguments(self, index: int) -> dict[str, Any]:
-        return {"context_mask": 0} if index and distributed.get_rank() in CALLED_OTHERWISE else {}
-
-
 @pytest.mark.parametrize("ranks", [{0}, {0, 1}], ids=str)
 @on_ranks(2, tensor_parallel=2)
 def test_a_layer_that_a_block_of_a_host_calls_otherwise_is_asked_for(ranks: set[int]) -> None:
     """Bug: it ran eager, on rows of its own, while others replayed."""
     asked: list[Any] = []
+    is_other = distributed.get_rank() in ranks
+
+    class OtherwiseBlock(OwnBlock):
+        calls_otherwise = False
+
+        def further_arguments(self, index: int) -> dict[str, Any]:
+            """Its second layer is called with what nobody reads in training."""
+            return {"context_mask": 0} if index and self.calls_otherwise else {}
+
     with mock.patch.object(Peers, "run_eager_alike", lambda _peers, *where: asked.append(where)):
         megagraph.install(rig.graph_config())
         make = partial(HostTrainer, OwnModel, OtherwiseBlock, options=parallel_jobs.OPTIONS)
         trainer, micros = make(config=TENSOR_PARALLEL), [rig.Micro(lengths=(40, 24))] * 2
         rig.step(trainer, micros, times=3)
         before, expected = rig.report_of(trainer), rig.step(trainer, micros, update=False)
-        CALLED_OTHERWISE.update(ranks)
+        OtherwiseBlock.calls_otherwise = is_other
         assert_same_bits(rig.step(trainer, micros, update=False), expected)
-        CALLED_OTHERWISE.clear()
-    is_other = distributed.get_rank() in ranks
     assert asked == [(number, 0, -3, "SIGNATURE_CHANGED") for number in (1, 2) if is_other]
     eager = rig.eager_since(rig.report_of(trainer), before)
     assert eager == ({"SIGNATURE_CHANGED": len(micros)} if is_other else {})
@@ -402,8 +391,7 @@ def test_a_verification_that_one_rank_cannot_finish_is_given_up_on_all(world2: W
     """Bug: the others waited for it, in a module's collective or in an exchange."""
     how = {1: "verify"}
     for report in world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, config=TENSOR_PARALLEL):
-        assert eager_calls(report) == {} and report["failures"] == []
-        figures = report["verification"]
+        figures = rig.ran(report, WARMING_UP=STEP_CALLS)["verification"]
         assert (figures["verified"], figures["unverified"]) == (0, 1)
         assert {it["why"] for it in figures["unverified_sites"]} == {"RuntimeError: this rank gives up"}
 
@@ -412,7 +400,7 @@ def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: Worl
     """Somebody holds a slot of rank 0 alone. A rank that captured by itself would wait in a collective."""
     reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how={1: "hold"}, config=TENSOR_PARALLEL)
     for report in reports:
-        assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS} and report["failures"] == []
+        rig.ran(report, WARMING_UP=2 * STEP_CALLS)
 
 
 @contextlib.contextmanager
@@ -430,8 +418,7 @@ def regrouped(_trainer: Trainer, index: int) -> Iterator[None]:
 @on_ranks(2, tensor_parallel=2)
 def test_graphs_go_before_the_groups_of_their_collectives_and_come_again() -> None:
     report = parallel_jobs.train_pair(tamper=regrouped, config=TENSOR_PARALLEL)
-    assert eager_calls(report) == {} and report["failures"] == []
-    assert report["graphs"] == 2 * LAYERS
+    rig.ran(report, graphs=2 * LAYERS, WARMING_UP=STEP_CALLS)
 
 
 @on_ranks(2, tensor_parallel=2)

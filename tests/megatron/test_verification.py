@@ -13,7 +13,6 @@ import pytest
 import torch
 from leftovers import free_models
 from megatron_rig import OPTIONS, Micro, graph_config, report_of, step
-from model_specs import te_layer_spec
 from streams import seed_streams
 from torch import Tensor, nn
 
@@ -219,19 +218,15 @@ GAIN = 1.0
 
 
 @pytest.mark.gpu  # on the host, graphs bake nothing in
-def test_a_value_that_nobody_can_watch_is_found_once_it_has_changed(
-    install: rig.Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(verify=1)
+def test_a_value_that_nobody_can_watch_is_found_once_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = rig.Pair(
-        prepare=lambda chunk: rig.changes_output(chunk.decoder.layers[1].mlp, lambda out: out * GAIN)
+        plugin={"verify": 1},
+        prepare=lambda chunk: rig.changes_output(chunk.decoder.layers[1].mlp, lambda out: out * GAIN),
     )
-    for _ in range(3):
-        pair.step(rig.ONE, rig.TWO, update=False)
+    pair.step(rig.ONE, rig.TWO, update=False, times=3)
     assert pair.report()["replays"] and not pair.report()["failures"]
     monkeypatch.setitem(globals(), "GAIN", 0.5)
-    for _ in range(3):  # verified before the step that is the first
-        pair.step(rig.ONE, rig.TWO, update=False)
+    pair.step(rig.ONE, rig.TWO, update=False, times=3)  # verified before the step that is the first
     (failure,) = pair.report()["failures"]
     assert failure.startswith("layer 1 (TransformerLayer) stays eager (VERIFY_FAILED): ")
 
@@ -272,14 +267,6 @@ SCOPES: dict[str, Sequence[str]] = {
 }
 
 
-def trainer_of(scopes: Sequence[str], *, engine: bool, seed: int) -> Trainer:
-    options = dataclasses.replace(WIDE, seed=seed)
-    if scopes:
-        return moe_rig.ExpertTrainer(options=options, engine=engine, **(EXPERTS if engine else {}))
-    config = {"normalization": "RMSNorm"} if engine else None
-    return Trainer(options, config=config, spec=te_layer_spec() if engine else None)
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # Transformer Engine's own, of every kind
 @pytest.mark.parametrize("engine", [True, False], ids=["Transformer Engine", "our attention"])
@@ -301,12 +288,14 @@ def test_no_layer_stays_eager_for_noise(scopes: str, engine: bool, monkeypatch: 
     assert noisy or engine
 
 
-def _trained(scopes: Sequence[str], **model: Any) -> dict[str, Any]:
+def _trained(scopes: Sequence[str], *, engine: bool, seed: int) -> dict[str, Any]:
     megagraph.install(graph_config(capacities=(CAPACITY,), cuda_graph_modules=scopes))
+    make = moe_rig.ExpertTrainer if scopes else rig.ModelTrainer
+    of_engine = {"normalization": "RMSNorm", **(EXPERTS if scopes else {})} if engine else {}
     try:
         seed_streams()
-        trainer = trainer_of(scopes, **model)
-        micros = [Micro(lengths=(900, 20, 400, 600), seed=model["seed"]), Micro(lengths=(2048,), seed=1)]
+        trainer = make(options=dataclasses.replace(WIDE, seed=seed), engine=engine, **of_engine)
+        micros = [Micro(lengths=(900, 20, 400, 600), seed=seed), Micro(lengths=(2048,), seed=1)]
         step(trainer, micros, times=3)
         return report_of(trainer)
     finally:
