@@ -37,20 +37,14 @@ def _call_inside(trainer: Trainer, call: Callable[[Any], Tensor]) -> list[Tensor
     return answers
 
 
-def _infer(chunk: Any) -> Tensor:
-    tokens = torch.arange(PROMPT)[None]
-    return chunk(
-        input_ids=tokens,
-        position_ids=tokens,
-        attention_mask=None,
-        inference_context=StaticInferenceContext(1, 64),
-    )
-
-
 def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(pair: Pair) -> None:
+    def infer(chunk: Any) -> Tensor:
+        tokens = torch.arange(PROMPT)[None]
+        return chunk(tokens, tokens, None, inference_context=StaticInferenceContext(1, 64))
+
     pair.step(MICRO, times=4)
     assert pair.report()["replays"] > 0
-    eager, graphed = (_call_inside(trainer, _infer) for trainer in pair.both)
+    eager, graphed = (_call_inside(trainer, infer) for trainer in pair.both)
     counted = pair.report()
     pair.step(MICRO)
     assert [logits.shape[:2] for logits in graphed] == [(1, PROMPT)]

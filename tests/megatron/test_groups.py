@@ -35,14 +35,13 @@ COMES_AT = 2  # in which step a layer gets a group
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
 
 
-class Model(nn.Module):
+def model(**groups: Any) -> nn.Module:
     """A module with a config, and groups where it is given any."""
-
-    def __init__(self, **groups: Any) -> None:
-        super().__init__()
-        self.config = transformer_config(rig.OPTIONS)
-        if groups:
-            self.pg_collection = ProcessGroupCollection(**groups)
+    made: Any = nn.Identity()
+    made.config = transformer_config(rig.OPTIONS)
+    if groups:
+        made.pg_collection = ProcessGroupCollection(**groups)
+    return made
 
 
 def of_each_rank() -> Any:
@@ -51,17 +50,16 @@ def of_each_rank() -> Any:
 
 @on_ranks(2)
 def test_ranks_that_share_a_pack_run_the_same_one() -> None:
-    of_sizes: list[tuple[dict[str, int], list[str]]] = [
+    for sizes, names in (
         ({}, []),
         ({"expert_model_parallel_size": 2}, []),
         ({"tensor_model_parallel_size": 2}, ["tp", "tp_cp"]),
         ({"context_parallel_size": 2}, ["cp", "tp_cp"]),
-    ]
-    for sizes, names in of_sizes:
+    ):
         make_groups(**sizes)
-        model = Model()
-        assert [*groups_of_pack(model)] == names
-        assert sorted(Peers(model).same_pack()) == ([0, 1] if names else [])
+        made = model()
+        assert [*groups_of_pack(made)] == names
+        assert sorted(Peers(made).same_pack()) == ([0, 1] if names else [])
 
 
 def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> None:
@@ -79,7 +77,7 @@ def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> Non
 def test_a_models_own_groups_come_first_and_ranks_agree_only_on_what_all_of_them_say() -> None:
     destroyed = distributed.new_group([0, 1])
     distributed.destroy_process_group(destroyed)
-    alone, after_its_end, without = Model(tp=of_each_rank()), Model(tp=destroyed), Model()
+    alone, after_its_end, without = model(tp=of_each_rank()), model(tp=destroyed), model()
     assert not Peers(alone).same_pack()
     assert sorted(Peers(after_its_end).same_pack()) == sorted(Peers(without).same_pack()) == [0, 1]
     peers, rank = Peers(without), distributed.get_rank()
@@ -92,10 +90,10 @@ def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
     """Bugs: torch names a group by its ranks and by how many groups a rank is in. A second one of the same
     ranks could not be made when some group had been destroyed, and none where one rank was in more groups.
     """
-    model, rank = Model(), distributed.get_rank()
+    rank, without = distributed.get_rank(), model()
     if rank == 0:
         distributed.new_group([0], use_local_synchronization=True)
-    peers, alone = Peers(model), Peers(Model(tp=of_each_rank()))
+    peers, alone = Peers(without), Peers(model(tp=of_each_rank()))
     group = parallel_state.get_tensor_model_parallel_group()
     other = distributed.new_group([0, 1])
     world = distributed.group.WORLD
@@ -104,7 +102,7 @@ def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
     assert peers.max_over_ranks([3, rank]) == peers.max_over_ranks([3, 1]) == [3, 1]
     assert peers.gather("ab"[:rank]) == ["", "a"]
     distributed.destroy_process_group(other)
-    assert Peers(model).max_over_ranks([rank]) == [1]
+    assert Peers(without).max_over_ranks([rank]) == [1]
     peers.leave(None)
     assert not peers.use(group) and peers.use(None)
     assert peers.max_over_ranks([rank]) == [1] and peers.use(group)
@@ -113,7 +111,7 @@ def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
 @on_ranks(2, tensor_parallel=2)
 def test_a_group_that_only_released_graphs_had_is_used_no_more() -> None:
     """Else whoever destroys it would drop the graphs of now, and it would stay in memory."""
-    peers, layer, other = Peers(Model()), nn.Linear(3, 3), distributed.new_group([0, 1])
+    peers, layer, other = Peers(model()), nn.Linear(3, 3), distributed.new_group([0, 1])
     layer.ep_group = other
     assert not peers.use(other)
     peers.hold([SiteSpec(name="layer", module=layer)])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import megatron_rig as rig
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from test_docs import FENCE, ROOT, named, read
+from test_prediction import prediction
 
 import megagraph
 from megagraph import _C
@@ -61,9 +62,8 @@ def test_patched_functions_keep_name_and_signature_and_uninstall_puts_the_very_o
     patched = _held()
     assert all(patched[path] is not function for path, function in before.items())
     for seam in SEAMS:
-        assert seam.function().__name__ == seam.name
+        assert seam.function().__name__ == seam.name and seam.problem() is None
         assert inspect.signature(seam.function()) == signatures[_where(seam)]
-        assert seam.problem() is None
     assert get_forward_backward_func() is get_forward_backward_func()  # hosts ask once
     megagraph.uninstall()
     after = _held()
@@ -188,12 +188,8 @@ def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
 
 def test_mode_off_patches_nothing_and_without_options_the_environment_decides(monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "off")
-    before = _held()
-    for nothing in (
-        megagraph.uninstall,
-        lambda: megagraph.install(rig.graph_config(mode="off")),
-        megagraph.install,
-    ):
+    before, off = _held(), partial(megagraph.install, rig.graph_config(mode="off"))
+    for nothing in (megagraph.uninstall, off, megagraph.install):
         nothing()
         assert _held() == before
         assert installed_plugin() is None and megagraph.reports() == []
@@ -340,19 +336,12 @@ def test_every_seam_that_changed_is_named_with_the_parameter_it_lacks(monkeypatc
     assert "apply_rotary_pos_emb has no parameter cu_seqlens, mscale, cp_group" in str(error.value)
 
 
-def _predicting() -> Any:
-    model = Trainer(rig.OPTIONS).chunk
-    model.mtp = MultiTokenPredictionBlock.__new__(MultiTokenPredictionBlock)
-    torch.nn.Module.__init__(model.mtp)
-    return model
-
-
 HYBRID, _STACK = seams.hybrid_seams() or (None, None)
 OF_SOME: dict[str, tuple[seams.Seam, Callable[[], Any]]] = {
-    "multi-token prediction": (seams.PREDICTION_FORWARD, _predicting),
-    "a router": (seams.ROUTER_FORWARD, lambda: ExpertTrainer().chunk),
-    "a dispatcher": (seams.PERMUTATION, lambda: ExpertTrainer().chunk),
-    **({"a hybrid model": (HYBRID, lambda: rig.ModelTrainer(pattern="*-").chunk)} if HYBRID else {}),
+    "multi-token prediction": (seams.PREDICTION_FORWARD, prediction),
+    "a router": (seams.ROUTER_FORWARD, ExpertTrainer),
+    "a dispatcher": (seams.PERMUTATION, ExpertTrainer),
+    **({"a hybrid model": (HYBRID, partial(rig.ModelTrainer, pattern="*-"))} if HYBRID else {}),
 }
 
 
@@ -364,7 +353,7 @@ def test_what_a_host_has_put_where_only_some_models_look_keeps_these_eager_by_na
     """Bug: no process could install the plugin that had imported a host with such a function."""
     seam, make = OF_SOME[kind]
     theirs = lambda *given: None  # noqa: E731
-    model, plain = make(), Trainer(rig.OPTIONS).chunk
+    model, plain = make().chunk, Trainer(rig.OPTIONS).chunk
     monkeypatch.setattr(seam.owner(), seam.name, theirs)
     megagraph.install(rig.graph_config())
     assert seam.function() is theirs

@@ -31,12 +31,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[
     "MLPs": (SHARDED, {"plugin": MLPS}, {}, {}),
     # Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started the
     # reductions of their buckets in different orders, and each got what was meant for another bucket.
-    "one rank runs eager": (
-        SMALL,
-        {"misfits_on": 1},
-        {},
-        {"TOO_MANY_SEQUENCES": parallel_jobs.OPTIONS.layers},
-    ),
+    "one rank runs eager": (SMALL, {"misfits_on": 1}, {}, {"TOO_MANY_SEQUENCES": rig.LAYERS}),
     # Each layer that replays is told of by itself beside one that does not, and buckets lie across layers.
     "one layer runs eager": (BUCKETS, {"make": hooked}, *[{"FOREIGN_HOOK": 4}] * 2),
 }
@@ -83,9 +78,8 @@ def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("bucket_size", [1000, 4000, None])
 def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eager(
-    install: rig.Install, monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
+    monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
 ) -> None:
-    install()
     pair = rig.Pair(layers=4, ddp={**OVERLAP, "bucket_size": bucket_size})
     pair.step(rig.ONE, rig.TWO, times=3)
 
@@ -110,9 +104,8 @@ def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eage
     assert reduced[0] == reduced[1] and len(set(reduced[0])) == len(reduced[0]) == groups
 
 
-def test_counts_add_up_where_every_micro_batch_is_the_last(install: rig.Install) -> None:
+def test_counts_add_up_where_every_micro_batch_is_the_last() -> None:
     """As without `no_sync`: DDP compares how often it has heard of each parameter with the first step."""
-    install()
     pair = rig.Pair(ddp=OVERLAP)
     for trainer in pair.both:
         trainer.chunk.config.no_sync_func = None
@@ -151,12 +144,8 @@ SHARED_PACKS: dict[str, tuple[Any, Options]] = {
     "experts beside tensor parallelism": (
         both,
         {
-            **EXPERTS,
-            "tp_size": 2,
-            "sequence_parallel": True,
-            "plugin": ROUTERS,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 1,
+            **{**EXPERTS, "tp_size": 2, "sequence_parallel": True, "plugin": ROUTERS},
+            **{"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
         },
     ),
     **{
@@ -191,17 +180,12 @@ def test_graphs_have_eager_bits(worlds: Worlds, name: str) -> None:
         assert 0 < report["padding_share"] < 1
 
 
-EXCHANGED: Options = {
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "kv_channels": 16,
-    "cp_comm_type": "a2a",
-}
+HEADS: Options = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 16}
 ENGINE: Options = {"model": {"engine": True}}
 # Marks, ranks, whether the model is made for them or packs say so (more: test_dynamic_context.py), options.
 MODELS: dict[str, tuple[Any, int, bool, Options]] = {
     "gathered": ((), 4, True, {"num_attention_heads": 4, "num_query_groups": 2}),
-    "heads exchanged, as packs say": ((), 4, False, EXCHANGED),
+    "heads exchanged, as packs say": ((), 4, False, {**HEADS, "cp_comm_type": "a2a"}),
     "MLA, heads exchanged": ((), 2, True, {"model": {"mla": "plain, RoPE"}, "cp_comm_type": "a2a"}),
     "experts": (both, 2, True, EXPERTS),
     "experts, as packs say": (both, 2, False, {**EXPERTS, "calculate_per_token_loss": True}),

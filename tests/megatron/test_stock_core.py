@@ -74,10 +74,6 @@ def _one_by_one(options: ModelOptions, taken: dict[str, Tensor], micro: Micro) -
     return torch.cat(losses), Step(losses=[], grads=grads(trainer.chunk))
 
 
-def _valid(losses: Tensor, micro: Micro) -> Tensor:
-    return losses[micro.row_lists()[2].to(losses.device) > 0]
-
-
 def _close(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert not ours.isnan().any(), what
     error = (ours.double() - theirs.double()).abs().max()
@@ -103,7 +99,8 @@ def test_each_document_alone_in_stock_megatron_has_the_packs_losses_and_gradient
     assert report_of(trainer)["eager"] == eager
     megagraph.uninstall()
     losses, alone = _one_by_one(options, taken, micro)
-    _close(_valid(packed.losses[0], micro), losses, "the losses")
+    valid = packed.losses[0][micro.row_lists()[2].to(losses.device) > 0]
+    _close(valid, losses, "the losses")
     assert packed.grads.keys() == alone.grads.keys()
     for name, grad in packed.grads.items():
         _close(grad, alone.grads[name], name)
@@ -162,13 +159,6 @@ def block_spec(**arguments: Any) -> Any:
     return megagraph.get_gpt_block_varlen_spec(transformer_config(OPTIONS), **arguments)
 
 
-def stock_norms(**arguments: Any) -> Any:
-    """Megatron's local spec with its own norms, and our core attention."""
-    spec = stock_spec(**arguments)
-    spec.submodules.self_attention.submodules.core_attention = VarlenAttention
-    return spec
-
-
 def norms(trainer: Trainer) -> dict[str, type[nn.Module]]:
     """The types of the norms that a model has, by the ends of their names."""
     kinds = (Norm, nn.LayerNorm, nn.RMSNorm)
@@ -209,8 +199,10 @@ def test_every_norm_of_a_layer_is_ours_and_keeps_the_bits_and_the_checkpoints_of
     ours = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, **qk}
     left: list[list[Step]] = []
     names: list[list[str]] = []
+    stock = stock_spec(**given)
+    stock.submodules.self_attention.submodules.core_attention = VarlenAttention
     for spec, final in (
-        (stock_norms(**given), None),
+        (stock, None),
         (megagraph.get_gpt_layer_varlen_spec(**given), getattr(nn, normalization)),
         (block_spec(**given), Norm),
     ):

@@ -3,12 +3,14 @@
 
 import dataclasses
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import megatron_rig as rig
 import pytest
 import torch
+from host_rig import frozen_model
 from mamba_rig import Documented
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -17,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 import megagraph
 from megagraph._C import Constants
-from megagraph.demo.trainer import Trainer, gpt_model, in_half_precision, transformer_config
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.both
 
@@ -63,14 +65,11 @@ def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(
 ) -> None:
     """Bug: both fields were dropped, so that a rank attended to its own share of the pack alone."""
     trainer = trained(install)
-    before = rig.report_of(trainer)
-    given = 2 if field == "local_cp_size" else distributed.group.WORLD
-    params = dataclasses.replace(rig.ONE.params(trainer.device), **{field: given})
-    if field == "local_cp_size":
-        with pytest.raises(ValueError, match="expected a cp_group of local_cp_size 2, got none"):
-            call(trainer, packed_seq_params=params)
-    else:
-        call(trainer, packed_seq_params=params)
+    before, says_size = rig.report_of(trainer), field == "local_cp_size"
+    given = {field: 2 if says_size else distributed.group.WORLD}
+    error = pytest.raises(ValueError, match="expected a cp_group of local_cp_size 2, got none")
+    with error if says_size else nullcontext():
+        call(trainer, packed_seq_params=dataclasses.replace(rig.ONE.params(trainer.device), **given))
     assert rig.eager_since(rig.report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": rig.LAYERS}
 
 
@@ -100,16 +99,15 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: r
     assert given["packed_seq_params"] is not params and given["packed_seq_params"].seq_lens == [9, 20]
 
 
-class OtherParams(PackedSeqParams):
-    """A class of the host's, which is not made of a pack's fields alone."""
-
-    def __init__(self, further: str, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.further = further
-
-
 def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair: rig.Pair) -> None:
     """Bug: graphs were captured for packs of its class, which could not be made."""
+
+    class OtherParams(PackedSeqParams):
+        def __init__(self, further: str, **fields: Any) -> None:
+            """Of a host's class, which is not made of a pack's fields alone."""
+            super().__init__(**fields)
+            self.further = further
+
     others = rig.Micro(lengths=(4,) * 9, pack=lambda made: OtherParams("a host's", **vars(made)))
     pair.step(rig.ONE, others, times=3)
     pair.ran(2 * rig.LAYERS, WARMING_UP=rig.LAYERS, TOO_MANY_SEQUENCES=3 * rig.LAYERS)
@@ -122,23 +120,17 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
         pytest.skip("this release of megatron-core has no extract_layer_indices")
     pair.step(rig.ONE, times=4)
     before = pair.report()
-    seen: list[list[Tensor]] = []
+    seen: list[Tensor] = []
+
+    def keep(_block: Any, _args: Any, out: Any) -> Any:
+        seen.extend([out[0], *out[1]])
+        return out[0]
+
     for trainer in pair.both:
-        found: list[Tensor] = []
-
-        def keep(_block: Any, _args: Any, out: Any, found: list[Tensor] = found) -> Any:
-            if isinstance(out, tuple):
-                found += [out[0], *out[1]]
-                return out[0]
-            return out
-
         handle = trainer.chunk.decoder.register_forward_hook(keep)
         call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
         handle.remove()  # Megatron's rows have a history even here: the model would keep itself in memory
-        seen.append(found)
-    eager, graphed = seen
-    assert len(eager) == len(graphed) == 2
-    assert all(map(torch.equal, eager, graphed))
+    assert len(seen) == 2 * 2 and all(map(torch.equal, seen[:2], seen[2:]))
     assert rig.eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
 
 
@@ -172,12 +164,8 @@ class _Around(nn.Module):
 def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install: rig.Install) -> None:
     """Bug: what a wrapper holds was looked up once; the next model was a guest in its own steps."""
     install(cuda_graph_warmup_steps=1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models: list[Any] = [
-        in_half_precision(gpt_model(rig.OPTIONS, transformer_config(rig.OPTIONS)).to(device)).eval()
-        for _ in range(2)
-    ]
-    around = _Around(models[0])
+    models = [frozen_model(seed=seed)[1] for seed in range(2)]
+    around, device = _Around(models[0]), next(models[0].parameters()).device
     for model in models:
         around.module = model
         for _ in range(3):
