@@ -209,7 +209,8 @@ class CapturePlan:
             raise
         except Exception as error:
             self._options.worst_verdict(Verdict.FAILED)
-            detail = f"{phase} failed at {_line_of(error)}, last op {self._last_op()}: "
+            last_op = "" if self._trace is None else self._trace.last_op
+            detail = f"{phase} failed at {_line_of(error)}, last op {last_op or 'none'}: "
             raise self._error(
                 index, EagerReason.CAPTURE_FAILED, f"{detail}{type(error).__name__}: {error}"
             ) from error
@@ -223,9 +224,6 @@ class CapturePlan:
         if self._options.worst_verdict(Verdict.FINE) is Verdict.FAILED:
             detail = f"{phase} failed on another rank of the group"
             raise self._error(index, EagerReason.GROUP_DISAGREED, detail)
-
-    def _last_op(self) -> str:
-        return (self._trace.last_op if self._trace is not None else "") or "none"
 
     def warm_up(self) -> None:
         """Runs every site once, forward and backward, on memory of its own; the variant learns of it.

@@ -24,10 +24,6 @@ def main_grad_of(param: Tensor) -> Tensor | None:
     return getattr(param, "main_grad", None)
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > 0
-
-
 def written_by(site: SiteSpec) -> dict[str, Tensor]:
     """What a site's calls may change in place beside gradients, by what it is in words."""
     return {
@@ -90,7 +86,7 @@ class KeptGradients:
         self._before = [
             (grad, grad.clone() if _C.has_bits(grad) else None)
             for grad in main_grads
-            if grad is not None and _has_memory(grad)
+            if grad is not None and grad.untyped_storage().nbytes() > 0
         ]
         self._flags = [(param, getattr(param, _FLAG)) for _, param in self._params if hasattr(param, _FLAG)]
 

@@ -46,11 +46,6 @@ class CaptureError(RuntimeError):
         self.detail = detail
 
 
-def _call(module: nn.Module, hidden: Tensor, **arguments: Any) -> Outputs:
-    out: Outputs = module(hidden, **arguments)
-    return out
-
-
 def _each_once(named: Iterable[tuple[str, _Owned]]) -> list[tuple[str, _Owned]]:
     found: dict[int, tuple[str, _Owned]] = {}
     for name, tensor in named:
@@ -124,7 +119,7 @@ class SiteSpec(_OfModule):
         *,
         name: str,
         module: nn.Module,
-        forward: Callable[..., Outputs] = _call,
+        forward: Callable[..., Outputs] = lambda module, hidden, **arguments: module(hidden, **arguments),
         # Names of the module's children that own the parameters and buffers that the call uses, where it is
         # not all of the module. A hook of the module itself is bypassed then.
         parts: Sequence[str] = (),

@@ -155,7 +155,8 @@ class Verification:
 
     def _named(self, outputs: Sequence[Tensor]) -> Results:
         """The outputs of a site, by what they are in words."""
-        return {_output(number): self._in_valid_rows(it.detach()) for number, it in enumerate(outputs)}
+        rows = [self._in_valid_rows(it.detach()) for it in outputs]
+        return {f"output {number}" if number else "output": it for number, it in enumerate(rows)}
 
     # -- the graphs ------------------------------------------------------------------------------
 
@@ -175,8 +176,9 @@ class Verification:
             is_refused = out is NotImplemented
             # Where one rank does not run a site, the others would wait in its module.
             if self._somewhere(is_refused):
-                why = _counted_since(counts, bank.counters()) if is_refused else "on another rank"
-                self.not_run[index] = why
+                now = bank.counters()
+                counted = (name for name in EagerReason.__members__ if now[name] > counts[name])
+                self.not_run[index] = next(counted, "") if is_refused else "on another rank"
                 self._state.put(index)
                 del out
                 continue
@@ -293,17 +295,8 @@ def verify(bank: Bank, key: Any, example: Example) -> Verification:
     return verification
 
 
-def _counted_since(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Why the call between two looks at the counters ran eager."""
-    return next((name for name in EagerReason.__members__ if now.get(name, 0) > before.get(name, 0)), "")
-
-
 def _copies(results: Results) -> Results:
     return {name: result.clone() for name, result in results.items()}
-
-
-def _output(number: int) -> str:
-    return f"output {number}" if number else "output"
 
 
 def _whole(grad: Tensor | None, output: Tensor) -> Tensor:
