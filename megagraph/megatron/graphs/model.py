@@ -259,7 +259,8 @@ class GraphedModel:
         if ddp is None:
             return
         self._layers.ddp = weakly(ddp)
-        self.captures.failures.clear()  # of its hooks, which nobody expected
+        captures = self.captures
+        captures.failures.clear()  # of its hooks, which nobody expected
         self.captures.reset()
         if self.refusal is None:
             self._look_for_refusal(model, ddp)
