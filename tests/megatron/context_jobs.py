@@ -99,6 +99,10 @@ MANY_KINDS = {
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
 ROUTERS = {"cuda_graph_modules": ("attn", "moe_router")}
+CAPACITY_OF_RANK = {
+    "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
+    "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,),
+}
 EMPTY_DUMMY = {"tail": "empty-dummy", "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs + 1,)}
 # Of engines: arguments of `make_trainer()`, options of the plugin, fields of Megatron's config.
 OF_ENGINE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -156,9 +160,9 @@ def train_shared(
     start(cp_size, tp_size, options.get("expert_model_parallel_size", 1))
     steps = steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)
     config = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size, **options}
-    given = {"capacities": (), "cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
+    plugin = {"capacities": (), **CAPACITY_OF_RANK, **(plugin or {})}
     make = partial(make_trainer, config=config, **(model or {}))
-    return rig.compare_runs(steps, make, {**given, **(plugin or {})}, evaluate_at=(1, 2)).report
+    return rig.compare_runs(steps, make, plugin, evaluate_at=(1, 2)).report
 
 
 def _pass(trainer: Trainer, micros: Sequence[rig.Micro]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -200,7 +204,6 @@ def beside_one_process(
     shared = [micro for micros in steps_of(1, cp_size, has_tails=is_static) for micro in micros]
     shared += at_borders(cp_size)
     whole = [rig.Micro(**vars(micro)) for micro in shared]
-    capacity = {"capacities": (), "cuda_graph_max_packed_seqs": (5,)}
     for size, micros in ((1, whole), (cp_size, shared)):
         own = size if is_static else 1
         start(own)
@@ -209,7 +212,8 @@ def beside_one_process(
             group = megagraph.context_groups(cp_sizes).of_size(size)
             micros = [OwnMicro(**vars(micro), group=group) for micro in shared]
         config = {"mode": "eager", "max_seqlen_per_dp_cp_rank": 64 * cp_size // size, "cp_sizes": cp_sizes}
-        megagraph.install(rig.graph_config(**{**config, **capacity, **(plugin or {})}))
+        config = {"capacities": (), **CAPACITY_OF_RANK, **config, **(plugin or {})}
+        megagraph.install(rig.graph_config(**config))
         rig.forget_metrics()
         made = make_trainer(config={"context_parallel_size": own, **options}, **(model or {}))
         found.append((*_pass(made, micros), _metrics()))
@@ -236,14 +240,12 @@ STEPS = 2  # one warms up
 def new_trainer(
     *, model: dict[str, Any] | None = None, cp_sizes: tuple[int, ...] = (1, 2), **config: Any
 ) -> Trainer:
-    install(cp_sizes=cp_sizes, has_experts="experts" in (model or {}))
+    install(cp_sizes=cp_sizes, **(ROUTERS if "experts" in (model or {}) else {}))
     return make_trainer(config={"calculate_per_token_loss": True, **config}, **(model or {}))
 
 
-def install(*, cp_sizes: tuple[int, ...] = (1, 2), has_experts: bool = False) -> None:
-    capacity = {"capacities": (), "cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
-    scopes = {"cuda_graph_modules": ("attn", "moe_router")} if has_experts else {}
-    megagraph.install(rig.graph_config(cp_sizes=cp_sizes, **capacity, **scopes))
+def install(*, cp_sizes: tuple[int, ...] = (1, 2), **plugin: Any) -> None:
+    megagraph.install(rig.graph_config(cp_sizes=cp_sizes, capacities=(), **CAPACITY_OF_RANK, **plugin))
 
 
 def micros_of(group: Any) -> list[OwnMicro]:
@@ -324,10 +326,6 @@ def forward(model: Any, rows: Mapping[str, Tensor], positions: Tensor, params: A
     return losses, partial(summed, mask=rows["loss_mask"])
 
 
-def _forward(model: Any, batch: MicroBatch, _device: torch.device) -> tuple[Tensor, Any]:
-    return forward(model, batch.tensors, batch.position_ids, batch.packed_seq_params)
-
-
 def _evaluate(trainer: Trainer, step: Any, *, eager: bool, in_training: bool) -> list[Tensor]:
     assert not eager  # runs in mode `eager` are
     trainer.model.train(in_training)
@@ -399,19 +397,20 @@ def train_scheduled(
     steps = list(
         ScheduledSteps(own, limits=limits, groups=groups, config=unfused.chunk.config, device=device())
     )
-    capacity = {
-        "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
-        "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,),
-    }
+    capacity = {"capacities": (), **CAPACITY_OF_RANK}
     evaluate_at = (1, *range(2, len(steps), 2)) if evaluates else ()
+
+    def forward_batch(model: Any, batch: MicroBatch, _device: torch.device) -> tuple[Tensor, Any]:
+        return forward(model, batch.tensors, batch.position_ids, batch.packed_seq_params)
+
     with (
-        mock.patch.object(rig, "forward", _forward),
+        mock.patch.object(rig, "forward", forward_batch),
         mock.patch.object(rig, "evaluate", partial(_evaluate, in_training=in_training)),
     ):
         run = rig.compare_runs(
             steps,
             make,
-            {"capacities": (), "cp_sizes": cp_sizes, **capacity, **(plugin or {})},
+            {"cp_sizes": cp_sizes, **capacity, **(plugin or {})},
             evaluate_at=evaluate_at,
         )
     return {

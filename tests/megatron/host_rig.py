@@ -390,11 +390,6 @@ def fused_instance_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
 # -- phases ----------------------------------------------------------------------------------------
 
 
-def _mean(values: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    masked = values.where(mask > 0, 0.0)
-    return masked.sum() / mask.sum().clamp(min=1), {"values": masked.detach().clone()}
-
-
 def run_phase(
     model: Any,
     items: Sequence[Any],
@@ -412,10 +407,10 @@ def run_phase(
         item = next(data)
         micro = item if isinstance(item, rig.Micro) else item[0]
         found = values(chunk, item)
-        return found, partial(_mean, mask=micro.row_lists()[2].to(found.device))
+        return found, partial(rig.mean_loss, mask=micro.row_lists()[2].to(found.device))
 
     results = rig.run_schedule(model, forward_step, items, len(items), forward_only=forward_only, **schedule)
-    return [result["values"] for result in results]
+    return [result["losses"] for result in results]
 
 
 def values_of(model: Any, micro: rig.Micro) -> Tensor:
@@ -508,10 +503,10 @@ class Host:
     trainer: Trainer  # of the policy
     pack: Callable[[rig.Micro, Any], Any]  # makes the pack of a micro-batch
     call: Call  # calls the model on it
-    schedule: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
-    reference: Any = None  # is asked for every micro-batch of a step, too
-    offload: Offload | None = None  # weights and gradients are away between the phases
-    announces: bool = False  # which the plugin is told, by `suspend()` and `resume()`
+    schedule: dict[str, Any]  # further arguments of the schedule
+    reference: Any  # is asked for every micro-batch of a step, too, if it is there
+    offload: Offload | None  # weights and gradients are away between the phases
+    announces: bool  # which the plugin is told, by `suspend()` and `resume()`
     left: list[Tensor] = field(default_factory=list)
     _is_away: bool = False
 

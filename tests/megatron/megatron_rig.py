@@ -130,14 +130,14 @@ def split(pack: Any) -> Any:
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 
 
-def _loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     masked = losses.float().view(-1).where(mask > 0, 0.0)
     return masked.sum() / mask.sum().clamp(min=1), {"losses": masked.detach().clone()}
 
 
 def forward(model: Any, micro: Micro, device: torch.device) -> tuple[Tensor, Any]:
     """Calls the model on a micro-batch, or makes its plan. Returns the losses and what reduces them."""
-    return model(**micro.given(device)), partial(_loss, mask=micro.row_lists()[2].to(device))
+    return model(**micro.given(device)), partial(mean_loss, mask=micro.row_lists()[2].to(device))
 
 
 def run_schedule(
@@ -216,14 +216,22 @@ class Step:
 
 
 def step(
-    trainer: Trainer, micros: Sequence[Micro], *, update: bool = True, eager: bool = False, times: int = 1
+    trainer: Trainer,
+    micros: Any,  # as many as its length says, or `count`
+    count: int | None = None,
+    *,
+    update: bool = True,
+    eager: bool = False,  # without graphs
+    adds: bool = False,  # to the gradients that there are
+    times: int = 1,
 ) -> Step:
-    """Training steps, of which the last one is returned; `eager` switches graphs off for them."""
+    """Training steps, of which the last one is returned."""
     for _ in range(times - 1):
         step(trainer, micros, update=update, eager=eager)
-    trainer.zero_grad()
+    if not adds:
+        trainer.zero_grad()
     with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-        losses = schedule(trainer.model, micros, len(micros), trainer.device)
+        losses = schedule(trainer.model, micros, len(micros) if count is None else count, trainer.device)
     left = Step(losses=losses, grads=grads(trainer.chunk))
     if update:
         trainer.update()

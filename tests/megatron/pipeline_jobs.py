@@ -168,10 +168,6 @@ def _in_turns(groups: Any, place: int, micro: rig.Micro) -> OwnMicro:
     return OwnMicro(**vars(shared), group=groups.of_size(size))
 
 
-def _filled_up(micro: rig.Micro) -> rig.Micro:
-    return dataclasses.replace(micro, tail=FULL - sum(micro.lengths))
-
-
 @makes_groups
 @moe_rig.experts_on_cpu()
 def train_pair(
@@ -218,7 +214,7 @@ def train_pair(
         groups = megagraph.context_groups(cp_sizes)
         steps = [[_in_turns(groups, *each) for each in enumerate(micros)] for micros in steps]
     if not pair[0].config.variable_seq_lengths:
-        steps = [[_filled_up(micro) for micro in micros] for micros in steps]
+        steps = [[dataclasses.replace(it, tail=FULL - sum(it.lengths)) for it in micros] for micros in steps]
     for index, micros in enumerate(steps):
         if index in evaluate_at:
             some = steps[index - 1]

@@ -132,13 +132,15 @@ def evaluates(owner: Callable[[Trainer], Any]) -> Do:
     return in_place(lambda it: it.eval(), lambda it: it.train(), owner)
 
 
-def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def half(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        out, second = forward(*args, **kwargs)
-        return out * 0.5, second
+def scaled(forward: Callable[..., Any], by: Callable[[], float] = lambda: 0.5) -> Callable[..., Any]:
+    """One whose first output is so many times as much."""
 
-    return half
+    @functools.wraps(forward)
+    def other(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        return (out[0] * by(), *out[1:]) if isinstance(out, tuple) else out * by()
+
+    return other
 
 
 def replaces_layer(trainer: Trainer) -> Undo:
@@ -237,8 +239,8 @@ STATES: dict[str, Do] = {
     "mode of the model": evaluates(lambda trainer: trainer.chunk),
     # Forwards and classes.
     # Of the first one: behind the last one is a norm, to which half of everything is the same.
-    "forward of a layer": lambda trainer: sets("forward", halved(first(trainer).forward), first)(trainer),
-    "forward of a class": on_class(AdaptedLinear, "forward", halved),
+    "forward of a layer": lambda trainer: sets("forward", scaled(first(trainer).forward), first)(trainer),
+    "forward of a class": on_class(AdaptedLinear, "forward", scaled),
     "property of a class": on_class(Probe, "computed", lambda _before: property(lambda self: 0.5)),
     # Of what lies behind an attribute: seen between steps alone.
     "list in place": in_place(lambda it: it.names.append("negated"), lambda it: it.names.remove("negated")),

@@ -45,34 +45,22 @@ def _import_from(folder: Path, module: str) -> Any:
     return importlib.import_module(module)
 
 
-def _adapted(linear: Any, config: Any) -> nn.Module:
-    """As Megatron-Bridge's `LoRA.transform()` wraps a linear layer of which each rank has all columns."""
-    wrapper_type = _import_from(Path(FOLDER), "megatron.bridge.peft.lora_layers").LoRALinear
-    peft_utils = sys.modules["megatron.bridge.peft.utils"]
-    adapter = peft_utils.ParallelLinearAdapter(
-        linear.weight.shape[1],
-        linear.weight.shape[0],
-        4,
-        base_linear_name="linear_fc2",
-        activation="identity",
-        column_init_method="xavier",
-        row_init_method="normal",  # zero at first in a training: then the adapter would not matter
-        input_is_parallel=True,
-        model_parallel_config=config,
-        alpha=8,
-    )
-    return wrapper_type(linear, adapter)
-
-
 def _adapt_as_bridge(chunk: Any) -> None:
-    """Trains adapters alone, around the second linear layer of each MLP."""
+    """Trains adapters alone, around the second linear layer of each MLP.
+
+    As Megatron-Bridge's `LoRA.transform()` wraps a linear layer of which each rank has all columns.
+    """
+    wrapper_type = _import_from(Path(FOLDER), "megatron.bridge.peft.lora_layers").LoRALinear
+    how = {
+        **{"base_linear_name": "linear_fc2", "activation": "identity", "column_init_method": "xavier"},
+        "row_init_method": "normal",  # zero at first in a training: then the adapter would not matter
+        **{"input_is_parallel": True, "model_parallel_config": chunk.config, "alpha": 8},
+    }
     chunk.requires_grad_(False)
     for layer in chunk.decoder.layers:
-        layer.mlp.linear_fc2 = _adapted(layer.mlp.linear_fc2, chunk.config)
-
-
-def _sets_flags(pair: rig.Pair) -> bool:
-    return any(isinstance(module, SwiftLinear) for module in pair.graphed.chunk.modules())
+        rows, columns = layer.mlp.linear_fc2.weight.shape
+        adapter = sys.modules["megatron.bridge.peft.utils"].ParallelLinearAdapter(columns, rows, 4, **how)
+        layer.mlp.linear_fc2 = wrapper_type(layer.mlp.linear_fc2, adapter)
 
 
 ROUNDS = 50 if rig.ON_GPU else 5
@@ -86,12 +74,11 @@ _ADAPT = {
 
 
 @pytest.fixture(params=_ADAPT)
-def pair(request: pytest.FixtureRequest, install: rig.Install) -> rig.Pair:
+def pair(request: pytest.FixtureRequest) -> rig.Pair:
     is_bridges = request.param == "Megatron-Bridge's"
     if is_bridges and not Path(FOLDER, "megatron", "bridge", "peft").is_dir():
         pytest.skip("needs MEGAGRAPH_TEST_BRIDGE, a folder with an unpacked wheel of megatron-bridge")
-    install(capacities=("64:12",))
-    return rig.Pair(prepare=_ADAPT[request.param])
+    return rig.Pair(prepare=_ADAPT[request.param], plugin={"capacities": ("64:12",)})
 
 
 def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) -> None:
@@ -109,7 +96,7 @@ def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) 
         left.append((report["eager"], report["capture_seconds"]))
     assert left[2:] == left[2:3] * (ROUNDS - 2) and set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED"}
     # Training, and both modes of evaluation; training once more, as the first one found another flag.
-    again = int(_sets_flags(pair))
+    again = int(any(isinstance(module, SwiftLinear) for module in pair.graphed.chunk.modules()))
     assert len(report["states"]) == 3 + again
     assert report["graphs"] == (2 + 1 + 1 + 2 * again) * rig.LAYERS
     assert report["failures"] == [] and report["verification"]["unverified"] == 0
@@ -119,7 +106,7 @@ def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) 
     assert not torch.equal(without[0], rig.evaluate(pair.eager, [rig.ONE], eager=True)[0])
 
 
-def _step_with_a_reference(trainer: Any) -> rig.Step:
+def _step_with_a_reference(trainer: Any) -> tuple[rig.Step, list[torch.Tensor]]:
     """As a DPO step: each micro-batch twice, first without adapters and without gradients."""
 
     def micros() -> Iterator[rig.Micro]:
@@ -129,11 +116,7 @@ def _step_with_a_reference(trainer: Any) -> rig.Step:
             yield micro
 
     references: list[torch.Tensor] = []
-    trainer.zero_grad()
-    losses = rig.schedule(trainer.model, micros(), 2, trainer.device)
-    left = rig.Step(losses=[*losses, *references], grads=rig.grads(trainer.chunk))
-    trainer.update()
-    return left
+    return rig.step(trainer, micros(), 2), references
 
 
 def test_a_reference_inside_of_a_step_is_never_the_policy(pair: rig.Pair) -> None:

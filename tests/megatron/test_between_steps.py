@@ -79,9 +79,8 @@ SUBSETS = {
 
 
 @pytest.mark.parametrize("name", SUBSETS)
-def test_each_set_of_trained_parameters_keeps_graphs_of_its_own(name: str, install: rig.Install) -> None:
+def test_each_set_of_trained_parameters_keeps_graphs_of_its_own(name: str) -> None:
     """With a step of the optimizer after each; bits of losses, gradients and weights."""
-    install()
     known, trained = SUBSETS[name]
     pair = rig.Pair(prepare=partial(_trains, pattern=known))
     for index in range(8):
@@ -99,11 +98,8 @@ def test_each_set_of_trained_parameters_keeps_graphs_of_its_own(name: str, insta
     assert report["failures"] == [] and report["verification"]["unverified"] == 0
 
 
-def test_what_is_frozen_in_a_state_without_training_is_reported_to_ddp_again_afterwards(
-    install: rig.Install,
-) -> None:
+def test_what_is_frozen_in_a_state_without_training_is_reported_to_ddp_again_afterwards() -> None:
     """The graphs of an evaluation that come later know no gradients."""
-    install()
     pair = rig.Pair(ddp=OVERLAP)
     for _ in range(5):
         pair.step(rig.ONE, rig.TWO)
@@ -180,19 +176,6 @@ def same_settings() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-def _accumulate(trainer: Trainer, calls: list[list[rig.Micro]], *, reduces_once: bool = False) -> rig.Step:
-    """Several schedule calls before one optimizer step, with no gradient zeroed in between."""
-    trainer.zero_grad()
-    losses = []
-    for index, micros in enumerate(calls):
-        waits = reduces_once and index < len(calls) - 1
-        with rig.unsynchronized(trainer) if waits else nullcontext():
-            losses += rig.schedule(trainer.model, micros, len(micros), trainer.device)
-    left = rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
-    trainer.update()
-    return left
-
-
 @pytest.mark.parametrize(
     "ddp, reduces_once",
     [({}, False), ({}, True), (OVERLAP, True)],  # with overlap, Megatron itself refuses more than one
@@ -201,23 +184,30 @@ def _accumulate(trainer: Trainer, calls: list[list[rig.Micro]], *, reduces_once:
 def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
     ddp: dict[str, Any], reduces_once: bool
 ) -> None:
+    """Before one optimizer step, with no gradient zeroed in between."""
     pair = rig.Pair(ddp=ddp)
-    calls = [[rig.ONE, rig.TWO], [rig.OTHER], [rig.TWO, rig.OTHER, rig.ONE]]
+    *calls, last = [[rig.ONE, rig.TWO], [rig.OTHER], [rig.TWO, rig.OTHER, rig.ONE]]
+
+    def accumulate(trainer: Trainer) -> list[rig.Step]:
+        trainer.zero_grad()
+        with rig.unsynchronized(trainer) if reduces_once else nullcontext():
+            left = [rig.step(trainer, micros, update=False, adds=True) for micros in calls]
+        return [*left, rig.step(trainer, last, adds=True)]
+
     for index in range(3):
-        both = pair.each(lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
+        both = pair.each(accumulate)
         assert_same_bits(*both, f"step {index}")
     # Or the last call's alone would do.
-    alone = rig.step(pair.eager, calls[-1], update=False, eager=True).grads
-    assert not any(torch.equal(grad, alone[name]) for name, grad in both[1].grads.items())
+    alone = rig.step(pair.eager, last, update=False, eager=True).grads
+    assert not any(torch.equal(grad, alone[name]) for name, grad in both[1][-1].grads.items())
     report = pair.report()
     # The first schedule call is the warm-up; each is a boundary.
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
     assert report["replays"] == (3 * 6 - 2) * rig.LAYERS
 
 
-def test_what_is_frozen_is_not_reported_as_ready(install: rig.Install) -> None:
+def test_what_is_frozen_is_not_reported_as_ready() -> None:
     """Megatron raises where a bucket never gets complete, with and without graphs."""
-    install()
     pair = rig.Pair(ddp=OVERLAP)
     pair.step(rig.ONE, times=2)
 
@@ -240,10 +230,7 @@ def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(p
 
     def work(trainer: Trainer) -> rig.Step:
         trainer.model.zero_grad_buffer()
-        losses = rig.schedule(trainer.model, [rig.ONE, rig.TWO, rig.OTHER], 3, trainer.device)
-        left = rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
-        trainer.update()
-        return left
+        return rig.step(trainer, [rig.ONE, rig.TWO, rig.OTHER], adds=True)
 
     for index in range(3):
         assert_same_bits(*pair.each(work), f"step {index}")
@@ -314,10 +301,9 @@ def test_settings_that_change_inside_a_step_are_obeyed_at_once(pair: rig.Pair) -
         yield rig.TWO
 
     def work(trainer: Trainer) -> rig.Step:
-        trainer.zero_grad()
-        losses = rig.schedule(trainer.model, changing(), 2, trainer.device)
+        left = rig.step(trainer, changing(), 2, update=False)
         torch.set_float32_matmul_precision("highest")
-        return rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
+        return left
 
     for _ in range(2):
         assert_same_bits(*pair.each(work))
@@ -345,11 +331,6 @@ class Merges(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = self.inner(*args, **kwargs)
         return (out * 3 if self.is_merged else out), bias
-
-
-def _doubles_in_evaluation(chunk: Any) -> None:
-    for layer in chunk.decoder.layers:
-        rig.changes_output(layer.mlp, lambda out, mlp=layer.mlp: out if mlp.training else out * 2)
 
 
 def _second_mlp(trainer: Trainer) -> Any:
@@ -400,14 +381,14 @@ def _with_reference_passes(trainer: Trainer, where: str) -> rig.Step:
         return found
 
     def in_backward(_embedding: Any, _args: Any, out: Tensor) -> None:
-        if out.requires_grad:
+        if out.requires_grad and is_in_backward:
             out.register_hook(lambda _grad: refer(trainer.chunk, rig.ONE))
 
-    hook = trainer.chunk.embedding.register_forward_hook(in_backward) if where == "in the backward" else None
+    is_in_backward = where == "in the backward"
+    hook = trainer.chunk.embedding.register_forward_hook(in_backward)
     trainer.model.zero_grad_buffer()
-    rig.run_schedule(trainer.model, forward_step, [rig.ONE, MANY if hook else rig.TWO], 2)
-    if hook is not None:
-        hook.remove()
+    rig.run_schedule(trainer.model, forward_step, [rig.ONE, MANY if is_in_backward else rig.TWO], 2)
+    hook.remove()
     return rig.Step(losses=passes, grads=rig.grads(trainer.chunk))
 
 
@@ -416,7 +397,12 @@ def test_passes_in_modes_that_no_step_begins_in_replay_once_no_micro_batch_is_in
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else they stay eager, and the log says so once; what the step begins with replays in any case."""
-    pair = rig.Pair(prepare=_doubles_in_evaluation)
+
+    def doubles_in_evaluation(chunk: Any) -> None:
+        for layer in chunk.decoder.layers:
+            rig.changes_output(layer.mlp, lambda out, mlp=layer.mlp: out if mlp.training else out * 2)
+
+    pair = rig.Pair(prepare=doubles_in_evaluation)
     for _ in range(6):
         assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, where)))
     report, many = pair.report(), 6 * rig.LAYERS * (where == "in the backward")

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import PADS, ExpertTrainer
-from state_changes import halved
+from state_changes import scaled
 
 import megagraph
 from megagraph.config import MODULES
@@ -151,7 +151,7 @@ def test_a_forward_that_comes_back_to_a_layer_with_graphs_again_is_noticed(scope
     pair = rig.Pair(plugin={"cuda_graph_modules": scope})
     pair.step(rig.ONE)
     layers = [trainer.chunk.decoder.layers[0] for trainer in pair.both]
-    forwards = [halved(layer.forward) for layer in layers]
+    forwards = [scaled(layer.forward) for layer in layers]
     padded = rig.Micro(lengths=(5, 7), padded=(8, 8))
     for _ in range(2):
         for layer, forward in zip(layers, forwards, strict=True):
@@ -180,14 +180,7 @@ WHOLE = (("", "forward"), ("", "_call_impl"))
 def _doubled(trainer: ExpertTrainer, child: str, name: str) -> Callable[[], None]:
     """Sets a forward of the second layer that doubles what Megatron's makes. Returns what takes it away."""
     owner = trainer.chunk.decoder.layers[1].get_submodule(child)
-    megatrons = getattr(owner, name)
-
-    @functools.wraps(megatrons)
-    def doubled(*args: Any, **kwargs: Any) -> Any:
-        out = megatrons(*args, **kwargs)
-        return (out[0] * 2, out[1]) if isinstance(out, tuple) else out * 2
-
-    setattr(owner, name, doubled)
+    setattr(owner, name, scaled(getattr(owner, name), lambda: 2.0))
     return functools.partial(delattr, owner, name)
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import megatron_rig as rig
 from host_rig import AdaptedLinear
 from megatron.core.transformer.mlp import MLP
-from state_changes import Do, Undo, first, hooks, in_place, sets
+from state_changes import Do, Undo, first, hooks, in_place, on_class, scaled, sets
 from torch import nn
 
 import megagraph
@@ -28,16 +28,6 @@ def weight(trainer: Trainer) -> nn.Parameter:
     """One of the last layer that gets a gradient."""
     found = [param for param in last(trainer).parameters() if param.requires_grad]
     return found[0] if found else trainer.chunk.embedding.word_embeddings.weight.requires_grad_()
-
-
-def scaled(forward: Callable[..., Any], by: Callable[[], float] = lambda: 0.5) -> Callable[..., Any]:
-    """One whose first output is so many times as much."""
-
-    def other(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        return (out[0] * by(), *out[1:]) if isinstance(out, tuple) else out * by()
-
-    return other
 
 
 def scales(name: str, owner: Callable[[Trainer], Any]) -> Do:
@@ -58,12 +48,6 @@ def inside(name: str) -> Callable[[Trainer], Any]:
         return next((it for it in found if it is not None and [*it.children()]), None)
 
     return of
-
-
-def scales_all_mlps(_trainer: Trainer) -> Undo:
-    before = MLP.forward
-    MLP.forward = lambda self, *args, **kwargs: scaled(before)(self, *args, **kwargs)
-    return lambda: setattr(MLP, "forward", before)
 
 
 def subclass(trainer: Trainer) -> Undo:
@@ -165,7 +149,7 @@ CHANGES: dict[str, Do] = {
     "forward of an instance": scales("forward", first),
     "forward of an attention": scales("forward", inside("self_attention")),
     "forward of an MLP": scales("forward", inside("mlp")),
-    "forward of all MLPs": scales_all_mlps,
+    "forward of all MLPs": on_class(MLP, "forward", scaled),
     "half of a layer": scales("_forward_mlp", first),
     "class of an instance": subclass,
     "number of a layer": sets("note", 1.0, first),

@@ -100,6 +100,10 @@ def of_ranks(rng: Random) -> Given:
     return {"ranks": rng.choice([[0, 1], [0, 1], [0], [1]])}
 
 
+def packs_of_ranks(rng: Random) -> Given:
+    return {**packs(rng), **of_ranks(rng)}
+
+
 def one_of(name: str, values: Iterable[str], *, first: Draw = lambda rng: {}, then: Draw = of_ranks) -> Draw:
     """Draws what comes first, one of the values under a name, and what comes then."""
     return lambda rng: {**first(rng), name: rng.choice([*values]), **then(rng)}
@@ -288,11 +292,7 @@ def trains_inside(twins: "Twins", packs: list[Given], model: int, how: str, rank
     twins.each(work, model)
 
 
-def _packs_of_ranks(rng: Random) -> Given:
-    return {**packs(rng), **of_ranks(rng)}
-
-
-@event("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=_packs_of_ranks)
+@event("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks)
 def passes_without_gradients(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
     """Outside of any schedule, in training mode; these ranks so that nobody can ever record any."""
     mode = torch.inference_mode if twins.is_of(ranks) else torch.no_grad
@@ -304,7 +304,7 @@ def passes_without_gradients(twins: "Twins", packs: list[Given], model: int, ran
     twins.each(work, model)
 
 
-@event("PARAMETERS_CHANGED", "GROUP_DISAGREED", draw=_packs_of_ranks)
+@event("PARAMETERS_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks)
 def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
     """A `.grad` that somebody has left beside `main_grad`: eager adds it to the next one."""
 
@@ -313,16 +313,14 @@ def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ran
         params = [it for it in trainer.chunk.decoder.layers[0].parameters() if it.requires_grad]
         for param in params[:1] if twins.is_of(ranks) else ():
             param.grad = torch.full_like(param, 0.25)
-        micros = twins.micros(packs)
-        losses = rig.schedule(trainer.model, micros, len(micros), trainer.device)
-        found = losses, rig.grads(trainer.chunk)
+        left = rig.step(trainer, twins.micros(packs), update=False, adds=True)
         trainer.zero_grad()
-        return found
+        return left
 
     twins.each(work, model)
 
 
-@event("STATE_CHANGED", "SIGNATURE_CHANGED", draw=_packs_of_ranks, applies=lambda twins: twins.is_shared)
+@event("STATE_CHANGED", "SIGNATURE_CHANGED", draw=packs_of_ranks, applies=lambda twins: twins.is_shared)
 def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
     """Where nothing is left to do that ranks do together."""
 

@@ -56,10 +56,6 @@ def _experts(config: dict[str, Any] | None = None, **given: Any) -> Trainer:
     return ExpertTrainer(**{"kinds": "E-", **given}, **(config or {}))
 
 
-def _mamba_experts(config: dict[str, Any] | None = None) -> Trainer:
-    return mamba_experts("M*E-", **(config or {}))
-
-
 def _shares_a_parameter(chunk: Any) -> None:
     one, other = (layer.mlp.linear_fc2 for layer in chunk.decoder.layers)
     other.weight = one.weight
@@ -78,10 +74,6 @@ def _reads_a_foreign_parameter(chunk: Any) -> None:
     mlp.forward = forward
 
 
-def _tied(_config: Any) -> dict[str, Any]:
-    return {"share_embeddings_and_output_weights": True}
-
-
 def _prepared(prepare: Callable[[Any], Any]) -> Callable[..., Trainer]:
     return partial(ModelTrainer, prepare=prepare)
 
@@ -94,7 +86,9 @@ KINDS: dict[str, Kind] = {
     "dense": Kind(make=ModelTrainer, has=frozenset({"dense"}), layouts=_RANKS),
     "probes": Kind(make=_prepared(around_mlps(Probe)), has=frozenset({"probes"}), layouts=_APART),
     "adapters": Kind(make=_prepared(partial(adapt, names=LINEARS)), has=frozenset({"adapters"})),
-    "tied embeddings": Kind(make=partial(ModelTrainer, arguments=_tied)),
+    "tied embeddings": Kind(
+        make=partial(ModelTrainer, arguments=lambda _config: {"share_embeddings_and_output_weights": True})
+    ),
     "three layers": Kind(make=partial(ModelTrainer, layers=3, query_groups=1)),
     "own forwards": Kind(make=partial(HostTrainer, OwnModel, OwnBlock)),
     "shared parameter": Kind(make=_prepared(_shares_a_parameter), reasons=_SHARED),
@@ -123,7 +117,7 @@ if seams.hybrid_seams():
     KINDS["hybrid"] = Kind(make=partial(ModelTrainer, pattern=HYBRID_PATTERN), layouts=_APART)
     KINDS["mamba"] = Kind(make=mamba, scopes=((), ("mamba",), ("attn", "mamba")), has=frozenset({"hybrid"}))
     KINDS["mamba and experts"] = Kind(
-        make=_mamba_experts,
+        make=lambda config=None: mamba_experts("M*E-", **(config or {})),
         scopes=(("mamba", "attn", "moe_router"), ("mamba", "attn", "moe_router", "mlp")),
         has=frozenset({"experts", "hybrid"}),
     )
