@@ -51,13 +51,8 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
     declared: int, is_left_eager: bool
 ) -> None:
     """Its attention cuts a table to the pack's 40 rows: a longer one goes on from document to document."""
-    steps: list[list[rig.Micro]] = [
-        [
-            Declared(lengths=(10, 30), max_seqlen=declared, seed=index),
-            Declared(lengths=(9, 11, 20), max_seqlen=declared, seed=50 + index),
-        ]
-        for index in range(3)
-    ]
+    pack = partial(Declared, max_seqlen=declared)
+    steps = [[pack(lengths=(10, 30), seed=it), pack(lengths=(9, 11, 20), seed=50 + it)] for it in range(3)]
 
     def prepare(chunk: Any) -> None:
         scatter(chunk)
@@ -174,13 +169,6 @@ def test_tables_that_megatron_drops_are_still_there_for_graphs(
 # -- recompute -----------------------------------------------------------------------------------
 
 
-def _copy_storage(to: Tensor, made: Tensor) -> None:
-    """As 0.16 gives what was made anew to the tensor that was emptied."""
-    storage = to.untyped_storage()
-    storage.resize_(made.untyped_storage().size())
-    storage.copy_(made.untyped_storage())
-
-
 @pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize(
     ("module", "kind", "rope"),
@@ -195,8 +183,14 @@ def test_selective_recompute_has_the_bits_of_none(
     module: str, kind: str, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the projections and the rotation, whose outputs Megatron drops and makes anew in the backward."""
+
+    def copy_storage(to: Tensor, made: Tensor) -> None:
+        """As 0.16 gives what was made anew to the tensor that was emptied."""
+        to.untyped_storage().resize_(made.untyped_storage().size())
+        to.untyped_storage().copy_(made.untyped_storage())
+
     if not rig.ON_GPU:  # later releases compile C++, for as long as all other tests of this file take
-        monkeypatch.setattr(random, "_get_share_storage", lambda: _copy_storage, raising=False)
+        monkeypatch.setattr(random, "_get_share_storage", lambda: copy_storage, raising=False)
     pair = rig.Pair(mla=kind, config=recompute(module, **rope))
     pair.eager = rig.ModelTrainer(mla=kind, config=rope)
     *steps, last = parallel_jobs.steps_of(7 if rig.ON_GPU else 4)
@@ -227,16 +221,15 @@ def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
     chunk = rig.ModelTrainer(mla="plain, YaRN", config={"apply_rope_fusion": is_fused}).chunk
     assert refusal_of(chunk, None) is None
     monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
-    if is_refused:
-        assert "rope_of_a_host in place of Megatron's RoPE" in rig.refused(chunk)
-    else:
-        assert refusal_of(chunk, None) is None
+    assert (refusal_of(chunk, None) is not None) == is_refused
+    assert not is_refused or "rope_of_a_host in place of Megatron's RoPE" in rig.refused(chunk)
 
 
 class HandingModel(OwnModel):
-    def tables(self, input_ids: Any, position_ids: Any, given: Any, pack: Any) -> Any:
-        hidden, tables = super().tables(input_ids, position_ids, given, pack)
-        return hidden, {**tables, "rotary_pos_emb": self.rotary_pos_emb(pack.max_seqlen_q, packed_seq=True)}
+    def tables(self, *given: Any) -> Any:
+        hidden, tables = super().tables(*given)
+        table = self.rotary_pos_emb(given[-1].max_seqlen_q, packed_seq=True)
+        return hidden, {**tables, "rotary_pos_emb": table}
 
 
 def _hand_tables(model: Any) -> None:
@@ -260,13 +253,10 @@ def _hand_tables(model: Any) -> None:
 
 
 @pytest.mark.parametrize("scopes", SCOPES[:2], ids=str)
-def test_a_hosts_model_hands_tables_to_attention_that_has_no_embedding(
-    install: rig.Install, scopes: Sequence[str]
-) -> None:
+def test_a_hosts_model_hands_tables_to_attention_that_has_no_embedding(scopes: Sequence[str]) -> None:
     """Bug: each capture failed, because the attention was asked for its embedding."""
-    install(cuda_graph_modules=scopes)
-    options = dataclasses.replace(rig.OPTIONS, heads=4)
-    given = {"prepare": _hand_tables, "options": options, "config": mla_config("plain, RoPE")}
+    given: dict[str, Any] = {"prepare": _hand_tables, "config": mla_config("plain, RoPE")}
+    given |= {"options": dataclasses.replace(rig.OPTIONS, heads=4), "plugin": {"cuda_graph_modules": scopes}}
     with asks_for_no_engine():
         pair = host_pair(HandingModel, OwnBlock, 3, **given)
     assert pair.report()["failures"] == [] and only(pair.report(), "WARMING_UP")

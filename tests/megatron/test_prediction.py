@@ -104,8 +104,7 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
 
 
 def test_packs_that_fit_no_capacity_run_as_given() -> None:
-    given = [[FULL, rig.Micro(lengths=(40, 40), seed=8)]] * 3
-    graphed = rig.compare_runs(given, prediction)
+    graphed = rig.compare_runs([[FULL, rig.Micro(lengths=(40, 40), seed=8)]] * 3, prediction)
     rig.ran(graphed.report, 2 * LAYERS, WARMING_UP=LAYERS, TOO_MANY_TOKENS=3 * LAYERS)
 
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -63,6 +63,10 @@ def fix_rows(model: Any, rows: int) -> None:
     model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: rows
 
 
+def scatter_frequencies(model: Any) -> None:
+    rope_rig.hand_out_frequencies(rope_rig.scatter(model))
+
+
 def change_table(model: Any) -> None:
     """In the third step, and only in place."""
     calls = itertools.count(1)
@@ -75,10 +79,7 @@ def change_table(model: Any) -> None:
     model.register_forward_pre_hook(change)
 
 
-def steps_of(
-    capacity: Capacity, shapes: Sequence[tuple[int, ...]] = rope_rig.SHAPES, **further: Any
-) -> Steps:
-    return rope_rig.canonical_steps(capacity, COUNT, shapes, **further)
+steps_of = functools.partial(rope_rig.canonical_steps, count=COUNT)
 
 
 class Case(NamedTuple):
@@ -104,10 +105,10 @@ CASES = {
     # Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes.
     "all tokens": Case(steps_of(rig.CAPACITY), GOES_ON),
     "all tokens, interleaved": Case(
-        steps_of(rig.CAPACITY, WITHOUT_EMPTY, aliased=True), GOES_ON, given=INTERLEAVED
+        steps_of(rig.CAPACITY, shapes=WITHOUT_EMPTY, aliased=True), GOES_ON, given=INTERLEAVED
     ),
     "half": Case(steps_of(HALF, aliased=True), capacity=HALF),
-    "half, interleaved": Case(steps_of(HALF, WITHOUT_EMPTY), given=INTERLEAVED, capacity=HALF),
+    "half, interleaved": Case(steps_of(HALF, shapes=WITHOUT_EMPTY), given=INTERLEAVED, capacity=HALF),
     "hybrid, half": Case(steps_of(HALF), capacity=HALF, **OF_HYBRID),
     "hybrid, all tokens": Case(steps_of(rig.CAPACITY), GOES_ON, **OF_HYBRID),
     "keys of another length": Case(declared(Keys), GOES_ON),
@@ -189,18 +190,10 @@ def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_to
         ]
         for index in range(5)
     ]
-    prepare = (
-        (lambda it: rope_rig.hand_out_frequencies(rope_rig.scatter(it)))
-        if of_each_token
-        else rope_rig.scatter
-    )
+    prepare = scatter_frequencies if of_each_token else rope_rig.scatter
     _eager, graphed = rope_rig.padded_modes(steps, prepare=prepare)
-    eager = (
-        {"WARMING_UP": 2 * rig.LAYERS}
-        if of_each_token
-        else {"WARMING_UP": rig.LAYERS, GOES_ON: 5 * rig.LAYERS}
-    )
-    assert graphed.report["eager"] == eager and graphed.report["failures"] == []
+    goes_on = {"WARMING_UP": rig.LAYERS, GOES_ON: 5 * rig.LAYERS}
+    rig.ran(graphed.report, **({"WARMING_UP": 2 * rig.LAYERS} if of_each_token else goes_on))
 
 
 def test_one_document_alone_needs_no_graphs_of_its_own() -> None:
@@ -339,13 +332,12 @@ class ScalingLayer(TransformerLayer):
 
     def forward(self, *args: Any, **given: Any) -> Any:
         plain = rope_utils._apply_rotary_pos_emb_bshd
-        scaling = functools.partial(_scaled, plain)
+
+        def scaling(*args: Any, **given: Any) -> Tensor:
+            return plain(*args, **{**given, "mscale": SCALING})
+
         with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", scaling):
             return super().forward(*args, **given)
-
-
-def _scaled(plain: Any, *args: Any, **given: Any) -> Tensor:
-    return plain(*args, **{**given, "mscale": SCALING})
 
 
 def _scale(model: Any) -> None:
@@ -353,20 +345,18 @@ def _scale(model: Any) -> None:
         layer.__class__ = ScalingLayer
 
 
-def _stretched(model: Any, longest: Any, tables: dict[str, Any]) -> dict[str, Any]:
-    """As of dynamic NTK in mcore-bridge, which keeps the longest document for packs that come later."""
-    model.longest = max(int(longest), 16)
-    return {**tables, "rotary_pos_emb": tables["rotary_pos_emb"] * (16 / model.longest)}
-
-
 class StretchedModel(OwnModel):
-    """Its table goes by the longest document."""
+    """Its table goes by the longest document.
+
+    As of dynamic NTK in mcore-bridge, which keeps the longest document for packs that come later.
+    """
 
     longest = 16
 
-    def tables(self, input_ids: Any, position_ids: Any, given: Any, pack: Any) -> Any:
-        hidden, tables = super().tables(input_ids, position_ids, given, pack)
-        return hidden, _stretched(self, pack.max_seqlen_q, tables)
+    def tables(self, *given: Any) -> Any:
+        hidden, tables = super().tables(*given)
+        self.longest = max(int(given[-1].max_seqlen_q), 16)
+        return hidden, {**tables, "rotary_pos_emb": tables["rotary_pos_emb"] * (16 / self.longest)}
 
 
 class StretchedPerTokenModel(StretchedModel, PerTokenModel):
@@ -381,11 +371,10 @@ def _by_longest(count: int) -> Steps:
 
 def test_tables_that_go_by_the_longest_document_are_refused_by_name() -> None:
     """Bug: layers replayed with the table of the capacity's longest document; its own forward made it so."""
-    runs = rope_rig.three_modes(
-        _by_longest(COUNT), HostTrainer, model_class=StretchedModel, capacities=(HALF,)
-    )
-    (failure,) = runs["graph"].report["failures"]
-    assert "go by the longest document" in failure and runs["graph"].report["replays"] == 0
+    given = {"model_class": StretchedModel, "capacities": (HALF,)}
+    report = rope_rig.three_modes(_by_longest(COUNT), HostTrainer, **given)["graph"].report
+    (failure,) = report["failures"]
+    assert "go by the longest document" in failure and report["replays"] == 0
 
 
 @pytest.fixture
@@ -445,8 +434,7 @@ def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> Non
         ]
         for index in range(5)
     ]
-    prepare = lambda it: rope_rig.hand_out_frequencies(rope_rig.scatter(it))  # noqa: E731
-    eager, graphed = rope_rig.padded_modes(steps, prepare=prepare, **SHARED_ROWS)
+    eager, graphed = rope_rig.padded_modes(steps, prepare=scatter_frequencies, **SHARED_ROWS)
     assert eager.report["eager"] == {"WARMING_UP": rig.LAYERS, "DISABLED": 9 * rig.LAYERS}
     assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and graphed.report["failures"] == []
 
