@@ -40,7 +40,7 @@ ROOT = pathlib.Path(__file__).resolve().parent
 MIN_TORCH = (2, 11)
 NEWEST_TESTED_TORCH = (2, 15)
 DEFAULT_ARCHS = ("9.0", "10.0")
-FILES_A_UNIT = 9  # at most: more take longer to compile again after an edit
+FILES_A_UNIT = 11  # at most: more take longer to compile again after an edit
 
 OPS_WITH_KERNELS = [
     *("pad_cu_seqlens", "thd_partition_indices", "thd_context", "zero_tail", "rope_thd", "rope_mla"),
@@ -196,14 +196,14 @@ def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
 
 
 def units(sources: list[str], folder: pathlib.Path) -> list[str]:
-    """What is compiled: files of a folder in one go, as each alone would read torch's headers again."""
+    """What is compiled: files of a part in one go, as each alone would read torch's headers again."""
     compiled = [source for source in sources if not source.endswith(".cpp")]
-    neighbours = itertools.groupby(sorted(set(sources) - set(compiled)), key=os.path.dirname)
-    for parent, group in neighbours:
+    parts = itertools.groupby(sorted(set(sources) - set(compiled)), key=lambda it: it.split("/")[1])
+    for part, group in parts:
         files = list(group)
         count = -(-len(files) // FILES_A_UNIT)
         for number in range(count):  # bindings stand side by side and take longest: each unit gets its share
-            unit = folder / f"{parent.replace('/', '_')}_{number}.cpp"
+            unit = folder / f"{part}_{number}.cpp"
             text = "".join(f'#include "{file}"\n' for file in files[number::count])
             if not unit.exists() or unit.read_text() != text:
                 unit.parent.mkdir(parents=True, exist_ok=True)
