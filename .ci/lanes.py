@@ -39,7 +39,7 @@ class Lane:
         name: of its files.
         out: folder of its log and its JUnit file.
         arguments: what pytest is called with.
-        environment: all variables of its process.
+        environment: all variables of its process, but for what keeps bytecode from being written.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class Lane:
         print(f"{name}: {' '.join(command[1:])}", flush=True)
         command += [f"--junitxml={self._xml}", "-o", "junit_family=xunit1"]
         self._start, self.seconds = time.monotonic(), 0.0
+        # Ranks, children and the next lane read what one process has compiled, the other release among it.
+        variables = {k: v for k, v in environment.items() if k != "PYTHONDONTWRITEBYTECODE"}
         with self.log.open("w", encoding="utf-8") as log:
             # A session of its own, so that the processes of ranks end with it.
             how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
             how["preexec_fn"] = _heed_interrupts
-            self._process = subprocess.Popen(command, cwd=ROOT, env=dict(environment), **how)
+            self._process = subprocess.Popen(command, cwd=ROOT, env=variables, **how)
 
     @property
     def code(self) -> int | None:

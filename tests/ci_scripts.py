@@ -32,6 +32,7 @@ def load_runner(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """One that runs pytest, which begins and is looked at more quickly."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     module = load(name)
     monkeypatch.setattr(sys.modules["lanes"], "LOOK_SECONDS", 0.02)
     return module

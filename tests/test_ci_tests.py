@@ -29,7 +29,6 @@ def happens(name):
     return times % 3 == 0
 """
 
-
 Suite = Callable[..., int]
 
 
@@ -149,6 +148,7 @@ test_models_are_gone = gone
 """
     assert run(one=tests) == 1
     assert "1 failed, 1 passed" in logs_of(tmp_path, "one-0-test_models")[0].read_text()
+    assert [*(tmp_path / "__pycache__").glob("elsewhere.*.pyc")]  # nobody compiles what another has
 
 
 def test_a_lane_that_runs_nothing_is_a_failure(run: Suite, capfd: pytest.CaptureFixture[str]) -> None:
