@@ -46,7 +46,7 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-docs lint-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready .venv-torch-%/core/.ready
-.PHONY: help build demo docs test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist wheels sanitize lint $(LINTS) format bench clean
+.PHONY: help environment build demo docs test nightly mutants soak sizes gpu matrix matrix-newest environment-newest wheel-newest sdist wheels sanitize lint $(LINTS) format bench clean
 
 help:
 	@echo "make demo | test | gpu | sdist | wheels | matrix | lint | docs | format | bench | sanitize | build | clean"
@@ -95,6 +95,9 @@ $(BRIDGE_DIR)/.unpacked: | $(VENV)/.torch
 	$(PIP) download --no-deps --only-binary=:all: -d .deps/wheels megatron-bridge==$(BRIDGE)
 	$(BIN)/python -m zipfile -e .deps/wheels/megatron_bridge-$(BRIDGE)-*.whl $(@D)
 	@touch $@
+
+# What lint and tests need, so that they can run beside each other.
+environment: $(VENV)/.built $(VENV)/.lint $(VENV)/.docs $(VENV)/.test
 
 # ---- what people run ----
 
