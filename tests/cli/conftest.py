@@ -23,6 +23,7 @@ def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.startswith("MEGAGRAPH_") and name != "MEGAGRAPH_TEST_CORE":
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # these models use no compiler: nobody need import it
     loggers = [logging.getLogger(name) for name in ("megagraph", "megatron")]
     before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
     yield

@@ -73,7 +73,7 @@ def run_two_ranks(folder: Path, ways: Sequence[str]) -> tuple[int, str, str]:
     """The exit code of torchrun, and what its ranks wrote to stdout and stderr."""
     here = Path(__file__)
     paths = [*map(str, here.parents[:3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with subprocess.Popen(
         [*torchrun, __file__, str(folder), *ways],

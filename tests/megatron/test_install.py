@@ -303,7 +303,7 @@ if os.fork():  # one of the two scripts ends before the other, which then has no
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -4,9 +4,9 @@
 Over gloo on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Each file of tests has
 processes of its own, as many for each number of ranks, and each function has groups of its own. Processes are
 forks of a server that has imported what takes seconds, and has not asked for CUDA, which survives no fork.
-Nothing is compiled in them but where a test asks for it: what Megatron fuses has the bits of its parts.
-Ranks that wait for one another for ever are a failure that says where. How processes end is the failure of a
-test of its own, the last one of each file.
+Nothing is compiled in them: what Megatron fuses has the bits of its parts. Ranks that wait for one another
+for ever are a failure that says where. How processes end is the failure of a test of its own, the last one of
+each file.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def _processes() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     # There, whether there is a GPU is asked without CUDA, which no process may be forked with.
-    with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+    with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1", TORCHDYNAMO_DISABLE="1"):
         forkserver.ensure_running()
     return context
 
@@ -86,7 +86,6 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = True
     torch.use_deterministic_algorithms(True)
     distributed.distributed_c10d.ProcessGroupGloo = OnOneDevice
     # Or a rank that makes Megatron's groups and closes them breaks another that still connects to it.
@@ -104,9 +103,8 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
         pipe.send((True, "ready"))
         for index in itertools.count():
             job = pipe.recv()
-            if (
-                distributed.is_initialized()
-            ):  # not before: a rank that still waits for this one is to be named
+            # Not before: a rank that still waits for this one is to be named.
+            if distributed.is_initialized():
                 distributed.destroy_process_group()
             if job is None:
                 break
