@@ -13,6 +13,8 @@ import os
 import sys
 from types import ModuleType
 
+__all__: list[str] = []
+
 _CORE = "megatron.core"
 
 

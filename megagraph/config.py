@@ -23,6 +23,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+__all__ = ["GraphConfig", "graph_modules"]
+
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _PREFIX = "MEGAGRAPH_"
 # Megatron's own names of scopes; `full` is an older spelling.

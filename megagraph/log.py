@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["about", "let_speak", "log", "rank", "subject", "warned"]
+
 # The model whose turn it is, for the log; `about()` sets it.
 subject: ContextVar[str] = ContextVar("megagraph_subject", default="")
 _last_rank = 0

@@ -29,6 +29,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 import megagraph
 from megagraph.log import rank
 
+__all__ = [
+    *("FORMAT", "STANDARD_OUTPUT", "ModelReport", "StepClock", "capture_progress", "check_target"),
+    *("is_replaced_by", "path_of_report", "path_of_stage", "quartiles", "report_text", "scalars"),
+    *("versions", "write_report"),
+]
+
 ModelReport = Mapping[str, Any]
 
 STANDARD_OUTPUT = Path("-")

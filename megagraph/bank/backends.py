@@ -17,6 +17,8 @@ import torch
 
 from megagraph import _C
 
+__all__ = ["Backend", "CudaBackend", "KeptMemoryError", "Lent", "PassMemories", "backend_for"]
+
 Generators = Callable[[], Sequence[torch.Generator]]
 # Of each pass, by a name: what it allocates (`_C.PassMemory`); one that is asked for is made.
 PassMemories: TypeAlias = Mapping[Hashable, Any]

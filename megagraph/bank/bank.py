@@ -24,6 +24,8 @@ from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, Facin
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 
+__all__ = ["Bank", "Progress"]
+
 # Called with (captured so far, captures in all, what comes next).
 Progress = Callable[[int, int, str], None]
 

@@ -49,6 +49,18 @@ from megagraph.bank.rng import (
 from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
+__all__ = [
+    "BankOptions",
+    "CapturePlan",
+    "GroupGaveUp",
+    "MaxOverRanks",
+    "Verdict",
+    "finish_backward",
+    "gradient_edge",
+    "swap_of",
+]
+
+
 # From this rank's values to the largest of each over the group. Every rank calls it equally often.
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
 

@@ -16,6 +16,8 @@ from megagraph import _C
 from megagraph._C import KeptState, PlainAttributes, plain_tensors
 from megagraph.bank.sites import SiteSpec
 
+__all__ = ["KeptGradients", "Results", "leaves_no_trace", "main_grad_of", "written_by"]
+
 Results = dict[str, Tensor]  # of one run, by what they are in words
 
 

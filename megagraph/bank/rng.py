@@ -21,6 +21,17 @@ import numpy
 import torch
 from torch import Tensor
 
+__all__ = [
+    "HostStreams",
+    "Rewinds",
+    "RngSources",
+    "Snapshot",
+    "TrackerSource",
+    "no_tracker",
+    "rewinds_of_default_generator",
+]
+
+
 _Made = TypeVar("_Made")
 
 

@@ -25,6 +25,21 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph.decide.reasons import EagerReason
 
+__all__ = [
+    "CaptureError",
+    "CapturedVariant",
+    "EagerPart",
+    "Facing",
+    "Finish",
+    "JoinedSites",
+    "Outputs",
+    "Saves",
+    "SiteSpec",
+    "VariantSpec",
+    "as_tuple",
+    "ineligible_sites",
+]
+
 # What a site hands out: one tensor or several.
 Outputs = Tensor | Sequence[Tensor]
 # Whether a backward pass reads the call's input, and each of its outputs.

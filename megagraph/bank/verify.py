@@ -42,6 +42,8 @@ from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
 from megagraph.decide.reasons import EagerReason
 
+__all__ = ["Difference", "Example", "Verification", "verify"]
+
 # Of what a site gets: gradients that pass over gaps may grow from site to site beyond what types hold.
 _LARGEST_GRADIENT = 2.0**10
 _INPUT = "gradient of the input"

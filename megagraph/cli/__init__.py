@@ -10,6 +10,8 @@ import megagraph
 from megagraph.cli import advise, demo, doctor, options, reports, run
 from megagraph.cli.ends import ExitCode, end, ended_by, sentence
 
+__all__ = ["main"]
+
 
 class _Parser(argparse.ArgumentParser):
     """Says in one sentence what is wrong, as the commands do; argparse would show every option."""

@@ -16,6 +16,8 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape, best_capacities
 from megagraph.decide.reasons import verdict
 
+__all__ = ["FEWEST_PAIRS", "Advice", "Block", "Findings", "Interval", "Packs", "advice_on", "interval_of"]
+
 FEWEST_PAIRS = 3  # of which an interval says something
 _MOST_CAPTURES = 4
 _WORTH_A_CAPTURE = 0.01  # of all rows

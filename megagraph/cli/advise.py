@@ -25,6 +25,8 @@ from megagraph.decide.reasons import verdict
 from megagraph.log import rank
 from megagraph.report import quartiles, versions
 
+__all__ = ["add_parser"]
+
 _MOST_STEPS = 100_000
 _UNITS = "step_ms", "host_ms"
 

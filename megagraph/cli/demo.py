@@ -33,6 +33,8 @@ from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
 from megagraph.report import STANDARD_OUTPUT, check_target, versions
 
+__all__ = ["add_parser", "quiet_megatron"]
+
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command."""

@@ -29,6 +29,8 @@ from megagraph.decide.reasons import remedy_of, verdict
 from megagraph.log import rank
 from megagraph.megatron import seams
 
+__all__ = ["add_parser"]
+
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command."""

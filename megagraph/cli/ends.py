@@ -16,6 +16,10 @@ from rich.console import Console
 
 from megagraph.report import STANDARD_OUTPUT, check_target, write_report
 
+__all__ = [
+    *("ExitCode", "Screen", "add_json", "check_json", "end", "ended_by", "sentence", "show", "write_json"),
+]
+
 
 class ExitCode(IntEnum):
     """The exit codes of `megagraph`; under `megagraph run`, the script's own come first."""

@@ -21,6 +21,8 @@ from megagraph.config import MODULES, GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.packs.ops import TailConvention
 
+__all__ = ["add_config_options", "add_parser", "config_of"]
+
 
 def _or_list(of: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"anyOf": [of, {"type": "array", "items": of}]}

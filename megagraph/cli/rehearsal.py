@@ -14,6 +14,8 @@ from megagraph.config import GraphConfig
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin
 
+__all__ = ["rehearse"]
+
 
 def rehearse(options: argparse.Namespace, config: GraphConfig) -> list[dict[str, Any]]:
     """What would become of each model; nothing of a script that trains none."""

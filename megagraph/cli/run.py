@@ -20,6 +20,8 @@ from megagraph.log import rank
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.report import check_target
 
+__all__ = ["add_parser", "saved"]
+
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command."""

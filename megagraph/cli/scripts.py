@@ -27,6 +27,8 @@ from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.plugin import Plugin
 
+__all__ = ["EnoughError", "add_script", "check_script", "log_to_stderr", "run_script", "run_steps"]
+
 # Runs a training step, a function without arguments, and returns what that does.
 _Around = Callable[[Plugin, Callable[[], Any]], Any]
 

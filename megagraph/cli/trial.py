@@ -29,6 +29,8 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin, disable_cuda_graphs_this_step
 
+__all__ = ["FEWEST_STEPS", "Trial"]
+
 _BLOCK = 4  # steps
 _IS_EAGER = (True, False, False, True)  # of one block after another
 FEWEST_STEPS = 2 * _BLOCK * FEWEST_PAIRS

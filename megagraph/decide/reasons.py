@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+__all__ = ["EagerReason", "Why", "remedy_of", "verdict"]
+
 
 class EagerReason(enum.IntEnum):
     """Why a call ran eager. Closed: the C++ core lists the same names in the same order.

@@ -13,6 +13,8 @@ from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step
 
+__all__ = ["Agreement", "StepTimes", "compare_steps", "time_steps"]
+
 
 @dataclass(kw_only=True)
 class Agreement:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+__all__ = ["megatron_on_cpu"]
+
 # What megatron-core calls with a device by name. A mode of torch's functions would see every call of torch,
 # and take a tenth of all time.
 _OF_TORCH = (

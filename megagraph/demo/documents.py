@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+__all__ = ["VOCAB", "Document", "DocumentError", "load_documents"]
+
 VOCAB = 256  # a token is a byte
 
 # In order of preference: tokenized data often carries a `length` beside its `tokens`.

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+__all__ = ["lognormal_lengths"]
+
 
 def lognormal_lengths(
     num: int, *, mean: float, sigma: float, minimum: int, maximum: int, seed: int

@@ -11,6 +11,8 @@ import torch
 
 from megagraph.demo.documents import Document
 
+__all__ = ["Pack", "next_token_labels", "position_ids", "stream_packs"]
+
 _MAX_INT32 = 2**31 - 1
 
 

@@ -17,6 +17,17 @@ from torch import Tensor, nn
 from megagraph.demo.packs import Pack, next_token_labels, position_ids
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
+__all__ = [
+    "ModelOptions",
+    "Trainer",
+    "gpt_model",
+    "in_half_precision",
+    "mean_loss",
+    "packed_seq_params",
+    "process_groups",
+    "transformer_config",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+__all__ = ["GroupedLinear", "SortedRows", "linear_map"]
+
 
 class _LinearMap(torch.autograd.Function):
     @staticmethod

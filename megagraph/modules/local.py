@@ -20,6 +20,8 @@ from torch import Tensor, distributed, nn
 from megagraph.modules.experts import linear_map
 from megagraph.packs import ops
 
+__all__ = ["Norm", "VarlenAttention"]
+
 _Group = distributed.ProcessGroup
 
 

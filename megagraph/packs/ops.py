@@ -24,6 +24,14 @@ from torch import Tensor
 
 from megagraph import _C as _C  # registers torch.ops.megagraph
 
+__all__ = [
+    "RopeLayout",
+    "TailConvention",
+    "rope_thd",
+    "thd_partition_indices",
+    "varlen_attention",
+]
+
 RopeLayout = Literal["neox", "interleaved", "mla_interleaved"]
 
 

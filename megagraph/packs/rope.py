@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from megagraph.packs import ops
 
+__all__ = ["RotaryTables", "rope_mla"]
+
 
 class _RopeMla(torch.autograd.Function):
     """Rotates in place without telling autograd that it did.
