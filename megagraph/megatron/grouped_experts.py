@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from megagraph.modules.experts import GroupedLinear, SortedRows
 
+__all__ = ["SortingDispatcher", "grouped_experts", "grouped_layer", "is_grouped"]
+
 # Options that are not served, and their values that are. Older releases lack some.
 _SERVED: Mapping[str, Any] = {
     "expert_model_parallel_size": 1,

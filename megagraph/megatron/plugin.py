@@ -20,6 +20,8 @@ from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.model_parallel import schedule_of
 from megagraph.report import StepClock
 
+__all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
+
 # What a module is known by while it lives: its address. Since Python 3.12 `id()` raises an audit event, for
 # which filelock, among others, has a hook in Python.
 key_of: Callable[[object], int] = object.__hash__

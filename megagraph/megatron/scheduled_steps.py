@@ -24,6 +24,8 @@ from megagraph.packs.schedule import (
     share,
 )
 
+__all__ = ["MicroBatch", "ScheduledSteps"]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:

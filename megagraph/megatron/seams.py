@@ -18,6 +18,21 @@ from torch import Tensor, nn
 
 from megagraph.log import log
 
+__all__ = [
+    *("ATTENTION_ROPE", "BLOCK_FORWARD", "DATA_AND_CONTEXT_GROUP", "DESTROY_MODEL_PARALLEL"),
+    *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
+    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "GPT_PLAN", "HYBRID_FORWARD"),
+    *("HYBRID_STACK_FORWARD", "KEPT_BY_STACKS", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS"),
+    *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS"),
+    *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD", "RNG_TRACKER"),
+    *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
+    *("called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
+    *("hybrid_seams", "is_megatrons_rope", "is_replaced", "made_in"),
+    *("misfits", "moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
+    *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
+    *("router_losses_count_ranks", "stand_in", "unfit"),
+]
+
 # Releases that the tests run against. Others are tried, with a warning.
 SUPPORTED = ("0.16.1", "0.19.2")
 

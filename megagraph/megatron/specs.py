@@ -17,6 +17,11 @@ from megagraph.megatron.grouped_experts import grouped_experts, grouped_layer
 from megagraph.megatron.seams import hybrid_seams
 from megagraph.modules import Norm, VarlenAttention
 
+__all__ = [
+    *("get_gpt_block_varlen_spec", "get_gpt_layer_varlen_spec", "get_hybrid_stack_varlen_spec"),
+    "with_grouped_experts",
+]
+
 _ATTENTION_PARTS = ("input_layernorm", "self_attention", "self_attn_bda")
 _MLP_PARTS = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 

@@ -17,6 +17,8 @@ from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
 
+__all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "keys_of", "watch", "weakly"]
+
 Key = Callable[[], Any]
 
 # Of each module, which is held weakly, by the number of their handle. They hold whatever they hold.

@@ -24,12 +24,12 @@ from torch import Tensor, distributed
 from worlds import on_ranks
 
 import megagraph
-from megagraph._C import MicroBatch
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import dispatcher
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel import peers
 from megagraph.megatron.parallel.model_parallel import splits
 

@@ -17,11 +17,11 @@ from streams import seed_streams
 from torch import Tensor, nn
 
 import megagraph
-from megagraph._C import MicroBatch
 from megagraph.bank.verify import verify
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.peers import HostGroup
 

@@ -33,6 +33,8 @@ from megagraph.megatron.seams import RNG_TRACKER, stand_in
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.report import capture_progress
 
+__all__ = ["Captures"]
+
 
 class Captures:
     """The graphs of one model's layers, what they rely on, and the bank that holds them."""

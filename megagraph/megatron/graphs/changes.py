@@ -33,6 +33,8 @@ from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.moe import forget_calls
 
+__all__ = ["Changes"]
+
 _DISAGREED, _MOVED = EagerReason.GROUP_DISAGREED, EagerReason.ADDRESS_MOVED
 _MOST_NAMED = 3  # values that have changed
 _MOST_DROPPED = 2  # times that graphs of a state may go for those of another one

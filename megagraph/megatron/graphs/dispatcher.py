@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megagraph import _C
+from megagraph._C import MicroBatch
 from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, VariantKey, capacities_for, needs_of
@@ -26,6 +27,8 @@ from megagraph.megatron.graphs.refusals import warm_up_of
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import TailConvention
+
+__all__ = ["Dispatcher", "MicroBatch"]
 
 # Steps that this rank waits for another one until it says so, and for packs to train on, since those of
 # evaluations are smaller, until it learns from evaluations alone.

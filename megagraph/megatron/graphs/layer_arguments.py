@@ -33,6 +33,8 @@ from megagraph.decide.dispatch import VariantKey
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
 
+__all__ = ["LayerArguments", "MlaTables", "layer_constants"]
+
 
 class LayerArguments(dict[VariantKey, Constants]):
     """What the layers of each variant are called with, and which rotary tables are the model's own."""

@@ -31,6 +31,8 @@ from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.seams import called_name
 from megagraph.megatron.watch import LayerWatch, keys_of, weakly
 
+__all__ = ["BlockLayers", "found_anywhere"]
+
 
 def found_anywhere(
     peers: Peers, found: Mapping[int, Why], num_sites: int, elsewhere: str

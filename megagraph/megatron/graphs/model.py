@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph._C import MicroBatch
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.changes import Changes
-from megagraph.megatron.graphs.dispatcher import Dispatcher
+from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.layers import BlockLayers
@@ -32,6 +31,8 @@ from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 from megagraph.megatron.watch import weakly
+
+__all__ = ["GraphedModel"]
 
 # Options that change nothing of what ranks do together.
 _OF_A_RANK = ("progress", "poison", "report", "log_interval", "cuda_graph_nvtx")

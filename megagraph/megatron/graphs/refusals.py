@@ -19,6 +19,8 @@ from megagraph.megatron.scopes.moe import EXPERTS, has_forced_routing, recompute
 from megagraph.megatron.scopes.parts import MAMBA, experts_of, is_mamba
 from megagraph.megatron.scopes.rules import broken_rule, legal_scopes
 
+__all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of", "warm_up_of"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:

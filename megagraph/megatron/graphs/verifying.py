@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagraph._C import MicroBatch
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import GroupGaveUp, Verdict
@@ -18,9 +17,12 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.layers import found_anywhere
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
+
+__all__ = ["Verifier"]
 
 # Micro-batches that ran eager for these are no examples: nothing is captured for them.
 _ARE_NO_EXAMPLES = (

@@ -15,13 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Constants, MicroBatch
+from megagraph._C import Constants
 from megagraph.bank.bank import Bank
 from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
 from megagraph.megatron.seams import stand_in
+
+__all__ = ["LayerLoop", "LayersOneByOne"]
 
 BeforeSite = Callable[[int], None] | None
 

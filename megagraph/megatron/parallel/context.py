@@ -33,6 +33,8 @@ from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_r
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.modules import VarlenAttention
 
+__all__ = ["ContextGroups", "ContextRanks", "context_groups", "unsupported_sharing"]
+
 _Group = distributed.ProcessGroup
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import SiteSpec
 
+__all__ = ["ParamSyncs", "accumulator_hooks", "borders_of", "find_ddp", "is_ddp_hook", "listen"]
+
 
 def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
     """The Megatron DDP module around `chunk`, among what a schedule was given, or all; None without one."""

@@ -25,6 +25,11 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.seams import PACK_GROUPS, SAVING_GROUP
 
+__all__ = [
+    *("COLLECTIONS", "Ranks", "groups_of_pack", "held_by", "ranks_of", "ranks_of_pack"),
+    "refused_for_groups",
+]
+
 Ranks = frozenset[int]
 COLLECTIONS = ("pg_collection", "_pg_collection")  # attributes of modules that hold groups
 # Of a router of experts, which has one loss that is reduced over data-parallel ranks.

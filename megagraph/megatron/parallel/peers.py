@@ -27,6 +27,9 @@ from megagraph.megatron.parallel.groups import Ranks, groups_of_pack, held_by, r
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.seams import STAGE_GROUP
 
+__all__ = ["HostGroup", "Peers", "patience_of_job"]
+
+
 # For all models, by their ranks and what they ask: the group, the store of the world that it is in, and the
 # group's number. It stays as long as that world does: a rank that is done must not hang up on another one.
 _GLOO_GROUPS: dict[tuple[Ranks, str], tuple[Any, Any, int]] = {}

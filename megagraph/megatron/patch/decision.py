@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from megagraph._C import MicroBatch, is_skipped
+from megagraph._C import is_skipped
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin

@@ -21,11 +21,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megagraph._C import MicroBatch
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes import moe
 from megagraph.megatron.seams import ROUTING, is_replaced, permutation_sorts
+
+__all__ = [
+    *("wrap_choice", "wrap_expert_bias", "wrap_permutation", "wrap_permuted_rows"),
+    *("wrap_router", "wrap_routing"),
+]
+
 
 # Rows of padding of the routing that runs, bool [rows, 1].
 _padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding", default=None)

@@ -17,8 +17,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megagraph._C import MicroBatch, as_pack, by_name, has_forwards, without_ranks
+from megagraph._C import as_pack, by_name, has_forwards, without_ranks
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayersOneByOne

@@ -28,6 +28,10 @@ from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables, rope_mla
 
+__all__ = [
+    *("wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_mla_rope", "wrap_rope"),
+]
+
 _Function = Callable[..., Any]
 
 

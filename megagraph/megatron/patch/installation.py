@@ -30,6 +30,9 @@ from megagraph.report import (
     write_report,
 )
 
+__all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
+
+
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _plugin: Plugin | None = None  # the installed one

@@ -42,8 +42,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Finish, MicroBatch, by_name, free_if_unread
+from megagraph._C import Finish, by_name, free_if_unread
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayerLoop
@@ -53,6 +54,8 @@ from megagraph.megatron.scopes.moe import let_go_of
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.scopes.plan import LayerStep
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS, nodes_of, stand_in
+
+__all__ = ["wrap_plan", "wrap_step"]
 
 _Function = Callable[..., Any]
 

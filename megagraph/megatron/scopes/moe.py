@@ -48,6 +48,13 @@ from megagraph.megatron import seams
 from megagraph.megatron.grouped_experts import is_grouped
 from megagraph.megatron.scopes.parts import MLP, LayerPart, Run, experts_of, in_mlp, run_mlp
 
+__all__ = [
+    *("DISPATCHED", "EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER", "UNROUTED"),
+    *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "is_freed", "let_go_of"),
+    *("make_scale", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
+    "unsupported_routing",
+]
+
 
 def read_by_routers(layer: Any) -> Sequence[Tensor]:
     """The tensors that graphs of a layer's router write and read; those of all routers."""

@@ -30,6 +30,12 @@ from torch import Tensor, nn
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import LAYER_FORWARD, called_name, is_replaced, stand_in
 
+__all__ = [
+    *("DENSE", "MAMBA", "MLP", "LayerPart", "Run", "delaying", "experts_of", "forget_delayed"),
+    *("given_to_mamba", "in_mlp", "is_mamba", "run_layer", "run_mlp", "why_not_halved"),
+]
+
+
 # From a layer, what the part before hands on, and the layer's arguments.
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
 

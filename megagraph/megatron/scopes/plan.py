@@ -35,6 +35,8 @@ from megagraph.megatron.scopes.parts import (
 )
 from megagraph.megatron.watch import weakly
 
+__all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
+
 PARTS: Sequence[LayerPart] = (*DENSE, moe.EXPERTS)
 
 

@@ -17,6 +17,8 @@ from megagraph.megatron.scopes.moe import EXPERTS, ROUTER, has_grouped, recomput
 from megagraph.megatron.scopes.parts import DENSE, MLP
 from megagraph.megatron.seams import replaced_choice
 
+__all__ = ["broken_rule", "legal_scopes"]
+
 _NAMED, _RECOMPUTED = "cuda_graph_modules", "recompute_modules"
 _OVERLAPS = "overlap_moe_expert_parallel_comm"
 
