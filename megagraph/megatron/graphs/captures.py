@@ -33,7 +33,7 @@ from megagraph.megatron.seams import RNG_TRACKER, stand_in
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.report import capture_progress
 
-__all__ = ["Captures"]
+__all__ = ["Captures", "capturing", "step_kept"]
 
 
 class Captures:

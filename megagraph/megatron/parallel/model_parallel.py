@@ -19,10 +19,7 @@ from megagraph.megatron.parallel.groups import groups_of_pack
 from megagraph.megatron.seams import GPT_FORWARD
 from megagraph.modules.experts import linear_map
 
-__all__ = [
-    *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "slots_face"),
-    *("slots_of", "splits"),
-]
+__all__ = ["TensorRanks", "has_experts", "need_equal_rows", "schedule_of", "slots_of", "splits"]
 
 
 def splits(given: int, wanted: int, rank: int, size: int) -> tuple[list[int], list[int]]:
