@@ -209,6 +209,7 @@ def test_results_are_shown_and_an_unknown_name_and_a_machine_without_a_gpu_end_w
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setattr(command, "FOLDER", RESULTS)  # or that of OUT, if it is set
     assert call("memory", "--show") == 0
     rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert rows[2:] == [figure.name for figure in read_result(RESULTS / "memory.json").figures]
