@@ -46,9 +46,7 @@ def measure_last(options: ModelOptions) -> Answer:
 
     def sample() -> dict[str, float]:
         end_reductions(ddp)
-        loop = replays.begun(replays.decided())
-        out = bank.replay_all(hidden)
-        replays.end(loop)
+        out = replays.replayed()
         nothing = hidden.view_as(hidden)
         with torch.autograd.set_multithreading_enabled(False):
             backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad))

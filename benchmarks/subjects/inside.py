@@ -125,6 +125,13 @@ class Replays:
         batch, loop.batch = loop.batch, None
         self._graphs.dispatcher.end(batch)
 
+    def replayed(self) -> Any:
+        """What all layers make of a micro-batch, [tokens, 1, hidden]."""
+        loop = self.begun(self.decided())
+        out = self.bank.replay_all(self.hidden)
+        self.end(loop)
+        return out
+
 
 @contextlib.contextmanager
 def our_rope() -> Iterator[None]:

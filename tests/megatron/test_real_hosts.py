@@ -129,9 +129,7 @@ def replay_costs(trainer: Trainer) -> dict[str, int]:
     trainer.model.zero_grad_buffer()
 
     def replay() -> None:
-        with replays.micro_batch():
-            out = replays.bank.replay_all(replays.hidden)
-        torch.autograd.grad(out, replays.hidden, replays.grad)
+        torch.autograd.grad(replays.replayed(), replays.hidden, replays.grad)
 
     replay()
     torch.cuda.synchronize()
