@@ -180,9 +180,8 @@ class RngSources:
         """Whether the tracker draws from other generators than the graphs: its states were set, say."""
         if self._captured is None:
             return False
-        seen: list[_Stream] = [
-            *self._tracker().get_states().values()
-        ]  # no function of ours: before each step
+        # Before each step, so by no function of ours.
+        seen: list[_Stream] = [*self._tracker().get_states().values()]
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
             return False
         now = self.generators()
