@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer, Parts, try_part
 from benchmarks.measuring.clocks import Call, device_us, kernel_us
-from benchmarks.measuring.results import Figure, beside, timed
+from benchmarks.measuring.results import Figure, against, beside, timed
 from benchmarks.subjects.hosts import recorded
 from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
@@ -129,8 +129,8 @@ def _compare(shape: Shape) -> list[Figure]:
     mine, theirs, figures = ours(inputs, *pack), atens(inputs, *pack), []
     for direction, call in mine.items():
         us, its = gpu_us((call, theirs[direction]))
-        rival: dict[str, Any] = {"rival": ATEN, "rival_value": median(its), "bar": BAR * median(its)}
-        figures.append(timed(f"{shape}, {direction}: GPU time", us, "us", **rival))
+        figure = timed(f"{shape}, {direction}: GPU time", us, "us")
+        figures.append(against(figure, ATEN, median(its), share=BAR))
     return figures
 
 
@@ -146,12 +146,12 @@ def _compare_padded(shape: Shape) -> list[Figure]:
         for direction in many.calls:
             us, tight_us = device_medians((many.calls[direction], alone.calls[direction]))
             title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
-            rival, its = f"{USED} document slots, max_seqlen {longest}", median(tight_us)
-            figure = timed(f"{shape}, {direction}: {title}", us, "us", rival=rival, rival_value=its)
-            aten_us = median(gpu_us((fixed[direction],))[0])
+            rival = f"{USED} document slots, max_seqlen {longest}"
+            figure = timed(f"{shape}, {direction}: {title}", us, "us")
+            beside_aten = replace(figure, name=f"{figure.name}, beside ATen alone")
             figures += [
-                replace(figure, bar=PADDING_BAR * its),
-                replace(figure, name=f"{figure.name}, beside ATen alone", rival=ATEN, rival_value=aten_us),
+                against(figure, rival, median(tight_us), share=PADDING_BAR),
+                against(beside_aten, ATEN, median(gpu_us((fixed[direction],))[0])),
             ]
     return figures
 

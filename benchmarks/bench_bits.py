@@ -19,7 +19,7 @@ from torch import Tensor
 
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part
-from benchmarks.measuring.results import Figure, plain
+from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import DETERMINISTIC, engines_spec, install, seed_streams
 from benchmarks.subjects.packs import LAYER_KINDS, MICRO_BATCHES, model_options
 from megagraph.decide.dispatch import Capacity
@@ -131,8 +131,8 @@ def _figures(name: str) -> list[Figure]:
             )
             figures.append(Figure(name=title, value=answer[mode][what], unit=f"of {answer[what]}", bar=0))
     report = answer["graph"]["report"]
-    share = report["replays"] / report["calls"]
-    return [*figures, *plain(name, {"share of layer calls replayed, mode graph": (share, "1")})]
+    title, share = f"{name}: share of layer calls replayed, mode graph", report["replays"] / report["calls"]
+    return [*figures, Figure(name=title, value=share, unit="1")]
 
 
 FIGURES = {name: partial(_figures, name) for name in BITS}

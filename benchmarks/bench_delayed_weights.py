@@ -8,13 +8,11 @@ forward beside the other's backward, lie in the middle of that step, each from i
 
 from functools import partial
 from statistics import median
-from typing import Any
 
-from benchmarks.bench_ep_overlap import CASES, HOST_BAR, HOW, PEAK_BAR
+from benchmarks.bench_ep_overlap import CASES, HOST_BAR, HOW, peaks_of
 from benchmarks.measuring.children import Parts, measure_part
-from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, against, plain, timed
-from benchmarks.subjects.overlap import EAGER, GRAPHED, RESERVED, RESERVED_LATER, measure_overlap
+from benchmarks.measuring.results import Figure, against, timed
+from benchmarks.subjects.overlap import EAGER, GRAPHED, measure_overlap
 
 *_, (NAME, CASE) = CASES.items()
 TIME_US = 800
@@ -34,28 +32,24 @@ PARTS: Parts = {
 def _figures_of(added: str) -> list[Figure]:
     answers = {way: measure_part(__name__, f"{added}: {way}") for way in WAYS}
     title = f"{NAME}, the stand-in takes {TIME_US} us, gradients {added}"
-    steps, host = ({way: answer[of][0] for way, answer in answers.items()} for of in ("walls", "host_us"))
-    products = {way: answer["products"][0] for way, answer in answers.items()}
-    step, on_host, rival = median(steps[LATER_EAGER]), median(host[LATER_EAGER]), {"rival": LATER_EAGER}
-    beside = {**rival, "rival_value": step, "bar": step}
-    beside_host = {**rival, "rival_value": on_host, "bar": HOST_BAR * on_host}
+    eager, most = answers[LATER_EAGER], answers[AT_ONCE]["products"][0]
     figures: list[Figure] = []
-    for way in WAYS:
-        where, most = f"{title}, {way}", products[AT_ONCE]
-        its, of_host = (beside, beside_host) if way == LATER else ({}, {})
-        figures.append(timed(f"{where}: a step, median", steps[way], "ms", **its))
-        figures.append(timed(f"{where}: host time of a micro-batch", host[way], "us", **of_host))
-        made: dict[str, Any] = {"name": f"{where}: matrix products of a step", "value": products[way]}
-        as_many = {"rival": AT_ONCE, "rival_value": most, "bar": most} if way != AT_ONCE else {}
-        figures.append(Figure(**made, unit="products", **as_many))
-    for what in (RESERVED, RESERVED_LATER):
-        peaks = {way: answer["memory"][what] / MIB for way, answer in answers.items()}
-        figures += plain(f"{title}: {what}", {way: (peaks[way], "MiB") for way in (AT_ONCE, LATER_EAGER)})
-        name = f"{title}: {what}: {LATER}"
-        figures.append(against(name, peaks[LATER], LATER_EAGER, peaks[LATER_EAGER], share=PEAK_BAR))
+    for way, answer in answers.items():
+        where = f"{title}, {way}"
+        step = timed(f"{where}: a step, median", answer["walls"][0], "ms")
+        on_host = timed(f"{where}: host time of a micro-batch", answer["host_us"][0], "us")
+        name, count = f"{where}: matrix products of a step", answer["products"][0]
+        products = Figure(name=name, value=count, unit="products")
+        if way == LATER:
+            step = against(step, LATER_EAGER, median(eager["walls"][0]), share=1)
+            on_host = against(on_host, LATER_EAGER, median(eager["host_us"][0]), share=HOST_BAR)
+        if way != AT_ONCE:
+            products = against(products, AT_ONCE, most, share=1)
+        figures += [step, on_host, products]
+    figures += peaks_of(title, answers, LATER, LATER_EAGER)
     for node, times in answers[LATER]["nodes"].items() if ACCUMULATIONS[added] else ():
-        when = zip(("begins", "ends"), times, strict=True)
-        figures += plain(f"{TIMELINE}, {node}", {what: (us / 1e3, "ms") for what, us in when})
+        for what, us in zip(("begins", "ends"), times, strict=True):
+            figures.append(Figure(name=f"{TIMELINE}, {node}: {what}", value=us / 1e3, unit="ms"))
     return figures
 
 

@@ -12,10 +12,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.measuring.children import measure_part, parts_of
-from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, against, plain, timed
-from benchmarks.subjects.overlap import ALLOCATED, EAGER, GRAPHED, MEMORY, POOLS, WITHOUT, measure_overlap
+from benchmarks.measuring.children import Answer, measure_part, parts_of
+from benchmarks.measuring.results import Figure, against, in_mib, timed
+from benchmarks.subjects.overlap import EAGER, GRAPHED, MEMORY, WITHOUT, measure_overlap
 from benchmarks.subjects.steps import step_case
 
 WAYS = (WITHOUT, EAGER, GRAPHED)
@@ -34,28 +33,33 @@ def _figures_of(name: str) -> list[Figure]:
     answers = {way: measure_part(__name__, f"{name}: {way}") for way in WAYS}
     figures: list[Figure] = []
     for place, us in enumerate(TIMES_US):
-        title = f"{name}, the stand-in takes {us} us"
         walls = {way: answer["walls"][place] for way, answer in answers.items()}
         host = {way: answer["host_us"][place] for way, answer in answers.items()}
         best = min((WITHOUT, EAGER), key=lambda way: median(walls[way]))
-        its = {"rival": best, "rival_value": median(walls[best]), "bar": median(walls[best])}
-        beside = {"rival": EAGER, "rival_value": median(host[EAGER]), "bar": HOST_BAR * median(host[EAGER])}
         for way, answer in answers.items():
-            own, on_host = (its, beside) if way == GRAPHED else ({}, {})
-            where = f"{title}, {way}"
-            figures.append(timed(f"{where}: a step, median", walls[way], "ms", **own))
-            figures.append(timed(f"{where}: host time of a micro-batch", host[way], "us", **on_host))
-            values = {"launches of a micro-batch": (answer["launches"][place], "launches")}
+            where = f"{name}, the stand-in takes {us} us, {way}"
+            step = timed(f"{where}: a step, median", walls[way], "ms")
+            on_host = timed(f"{where}: host time of a micro-batch", host[way], "us")
+            if way == GRAPHED:
+                step = against(step, best, median(walls[best]), share=1)
+                on_host = against(on_host, EAGER, median(host[EAGER]), share=HOST_BAR)
+            launches = answer["launches"][place]
+            made = Figure(name=f"{where}: launches of a micro-batch", value=launches, unit="launches")
+            figures += [step, on_host, made]
             if us:
-                values["what of the stand-in's time lies under compute"] = answer["share"][place], "share"
-            figures += plain(where, values)
-    memory = {way: answer["memory"] for way, answer in answers.items()}
-    for what in MEMORY[:-1]:
-        peaks = {way: of[what] / MIB for way, of in memory.items()}
-        bar, where = None if what == ALLOCATED else PEAK_BAR, f"{name}: {what}"
-        figures += plain(where, {way: (peaks[way], "MiB") for way in (WITHOUT, EAGER)})
-        figures.append(against(f"{where}: {GRAPHED}", peaks[GRAPHED], EAGER, peaks[EAGER], share=bar))
-    return [*figures, *plain(name, {POOLS: (memory[GRAPHED][POOLS] / MIB, "MiB")})]
+                title = f"{where}: what of the stand-in's time lies under compute"
+                figures.append(Figure(name=title, value=answer["share"][place], unit="share"))
+    return figures + peaks_of(name, answers, GRAPHED, EAGER)
+
+
+def peaks_of(title: str, answers: dict[str, Answer], ours: str, rival: str) -> list[Figure]:
+    """Peaks of every way to run a model, of which ours has a bar."""
+    figures: list[Figure] = []
+    for what in MEMORY:
+        peaks = {way: in_mib(f"{title}: {what}: {way}", of["memory"][what]) for way, of in answers.items()}
+        peaks[ours] = against(peaks[ours], rival, peaks[rival].value, share=PEAK_BAR)
+        figures += peaks.values()
+    return figures
 
 
 FIGURES = {name: partial(_figures_of, name) for name in CASES}

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of graphs: peak against eager's at the same physical tokens, their executables, four capacities.
+"""Memory of graphs: peak against eager's at the same physical tokens, also of four capacities and of halves.
 
 Each part runs in a process of its own. Eager and graphed steps are padded to the same capacity. Peaks are of
 torch's allocator, from the start of the process; no optimizer has made its state, which would hide the
-difference. What lies outside the allocator is the device's used memory less that: nothing else may run there.
+difference.
 """
 
 from functools import partial
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, against, plain
+from benchmarks.measuring.results import Figure, against, in_mib
 from benchmarks.subjects.steps import NUM_SEQS, StepCase, measure_steps, step_case
 from megagraph.decide.dispatch import Capacity
 
@@ -50,41 +50,21 @@ def _measured(name: str) -> list[Figure]:
     """The figures of one model."""
     parts = ("eager", "graphed", *CASES[name][1])
     answers = {what: measure_part(__name__, f"{name}: {what}") for what in parts}
-    graphed, eager = answers["graphed"], answers["eager"]
+    peaks = {what: answer["reserved"] for what, answer in answers.items()}
 
-    def executables(answer: Answer) -> int:
-        return int(answer["outside"] - answer["outside_before"])
-
-    def beside(what: str, value: float, rival: str, its: float, share: float | None = None) -> Figure:
-        return against(f"{name}: {what}", value / MIB, rival, its / MIB, share=share)
+    def beside(what: str, num_bytes: int, rival: str, its: int, share: float) -> Figure:
+        return against(in_mib(f"{name}: {what}", num_bytes), rival, its / MIB, share=share)
 
     same, peak = "eager, the same physical tokens", "peak memory reserved"
-    outside, pools = "executables, outside the allocator", "pools of the graphs"
-    whole = "device memory in all, executables and CUDA's own included"
-    report, in_all = graphed["report"], graphed["reserved"] + graphed["outside"]
-    values = {
-        "graphs": (report["graphs"], "graphs"),
-        outside: (executables(graphed) / MIB, "MiB"),
-        "executables, for each graph": (executables(graphed) / report["graphs"] / 1024, "KiB"),
-        pools: (report["pool_bytes"] / MIB, "MiB"),
-    }
-    figures = [
-        beside(peak, graphed["reserved"], same, eager["reserved"], 1.05),
-        beside(whole, in_all, same, eager["reserved"] + graphed["outside_before"]),
-        *plain(name, values),
-    ]
+    figures = [beside(peak, peaks["graphed"], same, peaks["eager"], 1.05)]
     if FOUR in answers:
-        four, one = answers[FOUR], "the largest capacity alone"
-        figures += [
-            beside(f"{FOUR}, {peak}", four["reserved"], one, graphed["reserved"], 1.10),
-            beside(f"{FOUR}, {pools}", four["report"]["pool_bytes"], one, report["pool_bytes"], 1.10),
-            beside(f"{FOUR}, {outside}", executables(four), one, executables(graphed)),
-        ]
-    figures += [
-        beside(f"{part} alone, {peak}", answers[part]["reserved"], same, eager["reserved"], 1.05)
-        for part in HALVES
-        if part in answers
-    ]
+        one = "the largest capacity alone"
+        pools, its = (answers[what]["report"]["pool_bytes"] for what in (FOUR, "graphed"))
+        figures.append(beside(f"{FOUR}, {peak}", peaks[FOUR], one, peaks["graphed"], 1.10))
+        figures.append(beside(f"{FOUR}, pools of the graphs", pools, one, its, 1.10))
+    for part in HALVES:
+        if part in answers:
+            figures.append(beside(f"{part} alone, {peak}", peaks[part], same, peaks["eager"], 1.05))
     return figures
 
 

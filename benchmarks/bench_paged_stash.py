@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, caught, measure_part
 from benchmarks.measuring.clocks import MIB, Call, copy_of, in_turns
-from benchmarks.measuring.results import Figure, against, plain, timed
+from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.hosts import check_replays, install_for, recorded
 from benchmarks.subjects.packs import MICRO_BATCHES, a_pack, model_options
 from benchmarks.subjects.steps import StepTrainer, batch_of, without_collection
@@ -128,18 +128,19 @@ PARTS: Parts = {"upstream": measure_upstream, **{f"slots: {it}": partial(measure
 
 def _figures_of(slots: int) -> list[Figure]:
     of = measure_part(__name__, f"slots: {slots}")
-    title, pool, routed = f"slots: {slots}", of[KEPT]["pool"] / MIB, slots * of[KEPT]["routed"] / MIB
-    figures = plain(title, {f"{KEPT}, routed rows in the pools": (routed, "MiB")})
+    title, pool, routed = f"slots: {slots}", of[KEPT]["pool"], slots * of[KEPT]["routed"]
+    figures = [in_mib(f"{title}: {KEPT}, routed rows in the pools", routed)]
     for fill, tokens in FILLS.items():
-        is_half, walls, where = tokens == HALF, of[KEPT][fill], f"{title}, {fill}"
-        its, share = median(walls[ALONE]), BYTES_BAR if is_half else None
-        beside: dict[str, Any] = {"rival": KEPT, "rival_value": its, "bar": TIME_BAR * its if share else None}
+        walls, where = of[KEPT][fill], f"{title}, {fill}"
+        is_half = tokens == HALF
         least = {"a stash, at least": (pool - routed * (1 - tokens / FULL), walls[BESIDE])}
         ways = (AGAIN, SMALL) if is_half else (AGAIN,)
-        held = {way: (of[way]["pool"] / MIB, of[way][fill][ALONE]) for way in ways}
+        held = {way: (of[way]["pool"], of[way][fill][ALONE]) for way in ways}
         for way, (size, times) in {**least, **held}.items():
-            figures.append(against(f"{where}: {way}, pools", size, KEPT, pool, share=share))
-            figures.append(timed(f"{where}: {way}, a step, median", times, "ms", **beside))
+            pools = in_mib(f"{where}: {way}, pools", size)
+            step = timed(f"{where}: {way}, a step, median", times, "ms")
+            figures.append(against(pools, KEPT, pool / MIB, share=BYTES_BAR if is_half else None))
+            figures.append(against(step, KEPT, median(walls[ALONE]), share=TIME_BAR if is_half else None))
     return figures
 
 

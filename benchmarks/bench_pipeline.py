@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import FOLDER, Figure, against, plain, timed
+from benchmarks.measuring.results import FOLDER, Figure, against, in_mib, timed
 from benchmarks.subjects import pipelines
 from benchmarks.subjects.hosts import DETERMINISTIC, on_ranks
 from benchmarks.subjects.packs import model_options
@@ -49,10 +49,10 @@ PARTS: Parts = {
 def _memory_figures(name: str) -> list[Figure]:
     eager, graphed = (measure_part(__name__, f"{name}: {how}") for how in HOW)
     title = f"one stage alone, {name}, hidden 1024, full packs of 4096"
-    peak, its = (answer["reserved"] / MIB for answer in (graphed, eager))
+    peak = in_mib(f"{title}: peak memory reserved", graphed["reserved"])
     return [
-        against(f"{title}: peak memory reserved", peak, "eager, the same order", its, share=PEAK),
-        *plain(title, {"slots of all chunks": (graphed["slots"], "slots")}),
+        against(peak, "eager, the same order", eager["reserved"] / MIB, share=PEAK),
+        Figure(name=f"{title}: slots of all chunks", value=graphed["slots"], unit="slots"),
     ]
 
 

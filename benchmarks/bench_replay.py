@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
-from benchmarks.measuring.results import Figure, beside_each, differences, timed, timed_ratio
+from benchmarks.measuring.results import Figure, against, beside_each, differences, timed, timed_ratio
 from benchmarks.subjects import costs, layers
 from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions
@@ -25,11 +25,9 @@ LAST_BAR = 10.0  # us a layer
 NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
 # The rows of these are one unpacked document.
 RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
-    "torch.cuda.make_graphed_callables, plain layers": layers.torchs_graphs_of_plain_layers,
     "torch.cuda.make_graphed_callables": layers.torchs_graphs,
     "Megatron's graphs, local": layers.megatrons_graphs,
     "Transformer Engine's make_graphed_callables": layers.transformer_engines_graphs,
-    "Transformer Engine's layers, eager": layers.transformer_engines_eager,
 }
 OPTIONS = model_options(1024, layers=layers.LAYERS, tokens=layers.TOKENS)
 PARTS: Parts = {
@@ -108,10 +106,10 @@ def _call_figures() -> list[Figure]:
     figures = []
     for name, answer in measure_part(__name__, "calls").items():
         patched, unpatched = answer["patched"], answer["unpatched"]
-        rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
+        call, rival = timed(f"{name}, median", patched, "us"), f"unpatched, median of {len(unpatched)}"
         figures += [
             timed(name, differences(patched, unpatched), "us more", bar=costs.CASES[name].bar),
-            timed(f"{name}, median", patched, "us", **rival),
+            against(call, rival, median(unpatched)),
         ]
     return figures
 

@@ -9,11 +9,10 @@ part runs in a process of its own.
 from collections.abc import Mapping
 from functools import partial
 from statistics import median
-from typing import Any
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, against, plain, timed
+from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.packs import LAYER_KINDS
 from benchmarks.subjects.steps import expert_layers, measure_steps, step_case
 
@@ -62,17 +61,14 @@ PARTS: Parts = {
 
 def _layer_figures(kind: str) -> list[Figure]:
     answers = {scopes: measure_part(__name__, f"{kind}: {scopes}") for scopes in SCOPES}
-    its, peak = median(answers[EAGER]["graphed"]), answers[EAGER]["reserved"] / MIB
-    figures: list[Figure] = []
+    eager, figures = answers[EAGER], list[Figure]()
     for scopes, answer in answers.items():
-        walls: dict[str, Any] = {"rival": EAGER, "rival_value": its, "bar": its} if scopes != EAGER else {}
-        step = f"{kind}: {scopes}: a step of four micro-batches"
-        memory = f"{kind}: {scopes}: peak memory reserved"
-        figures.append(timed(step, answer["graphed"], "ms", **walls))
-        if scopes == EAGER:
-            figures.append(Figure(name=memory, value=peak, unit="MiB"))
-        else:
-            figures.append(against(memory, answer["reserved"] / MIB, EAGER, peak, share=PEAK_BAR))
+        step = timed(f"{kind}: {scopes}: a step of four micro-batches", answer["graphed"], "ms")
+        peak = in_mib(f"{kind}: {scopes}: peak memory reserved", answer["reserved"])
+        if scopes != EAGER:
+            step = against(step, EAGER, median(eager["graphed"]), share=1)
+            peak = against(peak, EAGER, eager["reserved"] / MIB, share=PEAK_BAR)
+        figures += [step, peak]
     return figures
 
 
@@ -83,7 +79,7 @@ def _granularity_figures() -> list[Figure]:
         found = measure_part(__name__, title)
         steps = {"a step": "graphed", "a step eager": "eager"}
         figures += [timed(f"{title}: {what}, median", found[of], "ms") for what, of in steps.items()]
-        figures += plain(title, {"peak memory reserved": (found["reserved"] / MIB, "MiB")})
+        figures.append(in_mib(f"{title}: peak memory reserved", found["reserved"]))
     return figures
 
 

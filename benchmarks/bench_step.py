@@ -14,7 +14,7 @@ from functools import partial
 from statistics import median
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
-from benchmarks.measuring.results import Figure, beside_each, plain, ratios, timed
+from benchmarks.measuring.results import Figure, beside_each, ratios, timed
 from benchmarks.subjects.steps import StepCase, measure_ours, measure_rival, step_case
 
 SAME_PACKS = "eager with the plugin, graphs disabled"
@@ -43,54 +43,42 @@ def by_step(walls: Sequence[float], order: Sequence[int]) -> list[float]:
 def _figures_of(case: StepCase) -> list[Figure]:
     ours = measure_part(__name__, f"{case.name}: ours")
     rivals = {kind: try_part(__name__, f"{case.name}: {kind}") for kind in case.rivals}
-    graphed, bare, order, unpatched = (ours[name] for name in ("graphed", "bare", "order", "unpatched"))
-    # Each floor is of its own round and its own packs.
-    outside = ours["outside_ms"]
-    floors = [launched + outside[step] for launched, step in zip(bare, order, strict=True)] if bare else []
+    graphed, unpatched = ours["graphed"], ours["unpatched"]
+    floors = list[float]()
+    if case.is_small:  # each floor is of its own round and its own packs
+        pairs = zip(ours["bare"], ours["order"], strict=True)
+        floors = [launched + ours["outside_ms"][step] for launched, step in pairs]
     others = {SAME_PACKS: {"walls": ours["eager"]}, UNPATCHED: unpatched}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
     middle = timed(f"{case.name}: step, median", graphed, "ms", floor=median(floors) if floors else None)
     figures = beside_each(middle, others, lambda answer: median(answer["walls"]))
     if floors:
-        over, title = ratios(graphed, floors), f"{case.name}: floor"
-        figures += [
-            timed(f"{case.name}: forward_backward_func wall / floor", over, "ratio", bar=1.03),
-            timed(f"{title}: graphs launched by a bare loop", bare, "ms"),
-            timed(f"{title}: GPU time outside of graphs", outside, "ms"),
-        ]
-    busy = plain(case.name, {"GPU busy in the traced step": (ours["busy_ms"], "ms")})
-    return [*figures, *_beside_eager(case, ours), *busy]
+        over = ratios(graphed, floors)
+        figures.append(timed(f"{case.name}: forward_backward_func wall / floor", over, "ratio", bar=1.03))
+    return [*figures, *_beside_unpatched(case, ours)] if "error" not in unpatched else figures
 
 
-def _beside_eager(case: StepCase, ours: Answer) -> list[Figure]:
+def _beside_unpatched(case: StepCase, ours: Answer) -> list[Figure]:
     """Ratios of the walls of the same packs, and of all kernels' time.
 
-    The bars stand on eager as users have it, for models that are not small.
+    The bars stand on models that are not small.
     """
     walls, order, unpatched = ours["graphed"], ours["order"], ours["unpatched"]
-    mine = by_step(walls, order)
-    of_eager = {SAME_PACKS: by_step(ours["eager"], order)}
-    if "error" not in unpatched:
-        of_eager[UNPATCHED] = by_step(unpatched["walls"], unpatched["order"])
-    figures = [
+    mine, theirs = by_step(walls, order), by_step(unpatched["walls"], unpatched["order"])
+    wall_bar, kernel_bar = (None, None) if case.is_small else (1.0, 1.01)
+    kernels, its = ours["kernels_ms"], unpatched["kernels_ms"]
+    name = f"{case.name}: kernel time of a step"
+    return [
         timed(
-            f"{case.name}: wall / that of {rival}",
+            f"{case.name}: wall / that of {UNPATCHED}",
             [wall / theirs[step] for wall, step in zip(walls, order, strict=True)],
             "ratio",
             value=sum(mine) / sum(theirs),
-            bar=1.0 if rival == UNPATCHED and not case.is_small else None,
-        )
-        for rival, theirs in of_eager.items()
+            bar=wall_bar,
+        ),
+        Figure(name=f"{name} / that of {UNPATCHED}", value=kernels / its, unit="ratio", bar=kernel_bar),
+        Figure(name=name, value=kernels, unit="ms", rival=UNPATCHED, rival_value=its),
     ]
-    if "error" not in unpatched:
-        name = f"{case.name}: kernel time of a step"
-        kernels, eager = ours["kernels_ms"], unpatched["kernels_ms"]
-        bar = None if case.is_small else 1.01
-        figures += [
-            Figure(name=f"{name} / that of {UNPATCHED}", value=kernels / eager, unit="ratio", bar=bar),
-            Figure(name=name, value=kernels, unit="ms", rival=UNPATCHED, rival_value=eager),
-        ]
-    return figures
 
 
 FIGURES = {case.name: partial(_figures_of, case) for case in CASES}

@@ -8,14 +8,13 @@ counts allocations and synchronisations.
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
 import megagraph
 from benchmarks.measuring.children import Answer, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.results import Figure, against, timed
+from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.hosts import DETERMINISTIC, install_for
 from benchmarks.subjects.packs import CASES, Case
 from megagraph.demo.compare import time_steps
@@ -27,7 +26,7 @@ HOW = ("eager", "graphed")
 
 
 def measure_time(case: Case, how: str) -> Answer:
-    """Step times and MiB that torch reserved, for packs that are `fitting` and for `all`, of one model."""
+    """Step times and bytes that torch reserved, for packs that are `fitting` and for `all`, of one model."""
     graphs = how == "graphed"
     install_for(case.model.max_tokens, *case.max_packed_seqs, cuda_graph_warmup_steps=3)
     trainer = Trainer(case.model)
@@ -37,7 +36,7 @@ def measure_time(case: Case, how: str) -> Answer:
     _, reserved = _walls_ms(trainer, fitting, graphs=graphs)
     walls, of_all = _walls_ms(trainer, steps[WARM_UP_STEPS:], graphs=graphs)
     report = megagraph.reports()[-1]
-    return {"walls_ms": walls, "fitting": reserved / MIB, "all": of_all / MIB, "report": report}
+    return {"walls_ms": walls, "fitting": reserved, "all": of_all, "report": report}
 
 
 def _walls_ms(trainer: Trainer, steps: Sequence[Sequence[Pack]], *, graphs: bool) -> tuple[list[float], int]:
@@ -55,14 +54,15 @@ PARTS = parts_of(measure_time, CASES, HOW)
 def _figures_of(name: str) -> list[Figure]:
     environment = {"CUBLAS_WORKSPACE_CONFIG": DETERMINISTIC["CUBLAS_WORKSPACE_CONFIG"]}
     eager, graphed = (measure_part(__name__, f"{name}: {how}", environment=environment) for how in HOW)
-    report, peak, wall = graphed["report"], f"{name}: peak memory reserved", median(eager["walls_ms"])
-    rival: dict[str, Any] = {"bar": wall, "rival": "eager", "rival_value": wall}
+    step = timed(f"{name}: forward and backward of a step, median", graphed["walls_ms"], "ms")
+    peak = in_mib(f"{name}: peak memory reserved", graphed["fitting"])
+    of_all = in_mib(f"{peak.name}, with packs over the capacity", graphed["all"])
+    report = graphed["report"]
     capture = 1e3 * report["capture_seconds"] / report["graphs"]
-
     return [
-        timed(f"{name}: forward and backward of a step, median", graphed["walls_ms"], "ms", **rival),
-        against(peak, graphed["fitting"], "eager", eager["fitting"], share=1.05),
-        against(f"{peak}, with packs over the capacity", graphed["all"], "eager", eager["all"]),
+        against(step, "eager", median(eager["walls_ms"]), share=1),
+        against(peak, "eager", eager["fitting"] / MIB, share=1.05),
+        against(of_all, "eager", eager["all"] / MIB),
         Figure(name=f"{name}: capture", value=capture, unit="ms a graph", bar=40),
     ]
 

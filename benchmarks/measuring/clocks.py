@@ -97,13 +97,6 @@ def copy_of(num_bytes: int) -> Call:
     return lambda: target.copy_(source)
 
 
-def outside_bytes() -> int:
-    """Device memory in use that torch's allocator does not hold, of every process."""
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free - torch.cuda.memory_reserved())
-
-
 STEP = "benchmark: step"  # the profiler's range of a step
 PART = "benchmark: part "  # begins the name of a range of a part of it; parts are not nested
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))

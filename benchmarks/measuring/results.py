@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring.children import Answer, described
+from benchmarks.measuring.clocks import MIB
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,15 +83,13 @@ def timed_ratio(name: str, above: Times, below: Times, unit: str, **more: Any) -
     return timed(name, ratios(above, below), unit, value=value, **more)
 
 
-def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
-    """Figures of values and their units, by what they are of."""
-    return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
+def in_mib(name: str, num_bytes: float) -> Figure:
+    return Figure(name=name, value=num_bytes / MIB, unit="MiB")
 
 
-def against(name: str, value: float, rival: str, its: float, *, share: float | None = None) -> Figure:
-    """MiB beside a rival's; the bar, if there is one, is a `share` of that."""
-    bar = None if share is None else share * its
-    return Figure(name=name, value=value, unit="MiB", bar=bar, rival=rival, rival_value=its)
+def against(figure: Figure, rival: str, its: float, *, share: float | None = None) -> Figure:
+    """A figure beside a rival's value; with a `share`, its bar is that of the value."""
+    return replace(figure, rival=rival, rival_value=its, bar=figure.bar if share is None else share * its)
 
 
 def ratios(above: Times, below: Times) -> list[float]:
@@ -107,7 +106,7 @@ def beside(figure: Figure, rival: str, answer: Answer, read: Read) -> Figure:
     """A figure beside what `read` takes from a rival's answer, or beside why the rival has none."""
     if "error" in answer:
         return replace(figure, rival=f"{rival}: {answer['error']}")
-    return replace(figure, rival=rival, rival_value=read(answer))
+    return against(figure, rival, read(answer))
 
 
 def beside_each(figure: Figure, rivals: Mapping[str, Answer], read: Read) -> list[Figure]:

@@ -26,12 +26,10 @@ from megagraph.packs.rope import RotaryTables
 
 _SOURCE = """
 typedef int (*Launch)(void *, void *);
-int launch_all(Launch launch, void **execs, long count, long rounds, void *stream) {
-  for (long round = 0; round < rounds; ++round) {
-    for (long i = 0; i < count; ++i) {
-      int code = launch(execs[i], stream);
-      if (code != 0) return code;
-    }
+int launch_all(Launch launch, void **execs, long count, void *stream) {
+  for (long i = 0; i < count; ++i) {
+    int code = launch(execs[i], stream);
+    if (code != 0) return code;
   }
   return 0;
 }
@@ -49,7 +47,7 @@ def _compiled() -> ctypes.CDLL:
             raise RuntimeError(f"cannot compile the loop that launches graphs: {done.stderr}")
         loaded = ctypes.CDLL(str(library))
     pointer = ctypes.c_void_p
-    loaded.launch_all.argtypes = (pointer, ctypes.POINTER(pointer), ctypes.c_long, ctypes.c_long, pointer)
+    loaded.launch_all.argtypes = (pointer, ctypes.POINTER(pointer), ctypes.c_long, pointer)
     loaded.launch_all.restype = ctypes.c_int
     return loaded
 
@@ -66,8 +64,8 @@ class BareLoop:
         self._launch = ctypes.cast(runtime.cudaGraphLaunch, ctypes.c_void_p)
         self._loop = _compiled().launch_all
 
-    def __call__(self, rounds: int = 1) -> None:
-        code = self._loop(self._launch, self._execs, len(self._execs), rounds, self._stream)
+    def __call__(self) -> None:
+        code = self._loop(self._launch, self._execs, len(self._execs), self._stream)
         if code != 0:
             raise RuntimeError(f"cudaGraphLaunch failed with CUDA error {code}")
 
@@ -85,14 +83,14 @@ def bare_loops(bank: Bank, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoop]
     return BareLoop(forward), BareLoop(backward)
 
 
-def bare_step(trainer: Trainer) -> BareLoop:
-    """Launches forwards and backwards of a micro-batch. Raises `RuntimeError` where none was captured."""
+def bare_step(trainer: Trainer, micro_batches: int) -> BareLoop:
+    """Launches forwards and backwards of one after another. Raises `RuntimeError` where none was captured."""
     bank = graphs_of(trainer).captures.bank
     (variant,) = bank.variants.values()  # one capacity, training only
     forward, backward = bank.raw_graph_execs(variant, 0)
     if not forward or not backward:
         raise RuntimeError("no graphs were captured")
-    return BareLoop([*forward, *reversed(backward)])
+    return BareLoop([*forward, *reversed(backward)] * micro_batches)
 
 
 class Replays:

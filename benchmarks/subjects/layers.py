@@ -2,8 +2,8 @@
 """Host time of the same layers: replayed by us, eager, and in graphs of torch, Megatron, Transformer Engine.
 
 The rows of others are one unpacked document: without Transformer Engine's kernels no graphs of others take
-packs. Everybody accumulates into Megatron DDP's `main_grad`, but for plain and Transformer Engine's layers,
-which have no DDP.
+packs. Everybody accumulates into Megatron DDP's `main_grad`, but for Transformer Engine's layers, which have
+no DDP.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
-def time_layers(forward: Callable[[Tensor], Tensor], options: ModelOptions, *, repeats: int = 30) -> Answer:
+def time_layers(forward: Callable[[Tensor], Tensor], options: ModelOptions) -> Answer:
     """Host times of a stack's passes for each layer, by `forward` and `backward`, the device idle before."""
     hidden = hidden_states(options.max_tokens, options.hidden)
     grad = torch.randn_like(hidden) * 1e-3
@@ -104,13 +104,7 @@ def time_layers(forward: Callable[[Tensor], Tensor], options: ModelOptions, *, r
         backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
         return {"forward": forward_seconds, "backward": backward_seconds}
 
-    return dict(phases_us(sample, repeats=repeats, divisor=options.layers))
-
-
-def _run_plain(modules: Sequence[Any], hidden: Tensor) -> Tensor:
-    for module in modules:
-        hidden = module(hidden)
-    return hidden
+    return dict(phases_us(sample, repeats=30, divisor=options.layers))
 
 
 def eager_times(trainer: Trainer, packs: Sequence[Pack]) -> Answer:
@@ -146,19 +140,18 @@ def torchs_graphs(options: ModelOptions) -> Answer:
     return _graphed(torch.cuda.make_graphed_callables, layers, options)
 
 
-def torchs_graphs_of_plain_layers(options: ModelOptions) -> Answer:
-    """As `torchs_graphs()`, of plain modules with as many parameters, their gradients in `.grad`."""
-    layers = (Layer(options.hidden, options.heads).to("cuda", torch.bfloat16) for _ in range(options.layers))
-    return _graphed(torch.cuda.make_graphed_callables, tuple(layers), options)
-
-
 def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: ModelOptions) -> Answer:
     """Captures layers, and times them: `forward`, `backward`, `seconds` of the capture, and `graphs`."""
     shape, graphed = (options.max_tokens, options.hidden), list[Any]()
     samples = tuple((hidden_states(*shape),) for _ in layers)
     capture_ms = wall_ms(lambda: graphed.extend(make(layers, samples)))
-    times = time_layers(partial(_run_plain, graphed), options)
-    return {**times, "seconds": capture_ms / 1e3, "graphs": 2 * len(layers)}
+
+    def run(hidden: Tensor) -> Tensor:
+        for layer in graphed:
+            hidden = layer(hidden)
+        return hidden
+
+    return {**time_layers(run, options), "seconds": capture_ms / 1e3, "graphs": 2 * len(layers)}
 
 
 def _watched(found: list[tuple[float, int]]) -> Any:
@@ -197,27 +190,17 @@ def megatrons_graphs(options: ModelOptions) -> Answer:
     return {**eager_times(trainer, packs), "seconds": seconds, "graphs": graphs}
 
 
-def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:
+def transformer_engines_graphs(options: ModelOptions) -> Answer:
+    """Transformer Engine's own layers in its graphs; unpacked, and with no DDP around them."""
     import transformer_engine.pytorch as te
 
     shape = (options.hidden, 4 * options.hidden, options.heads)
     more = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
-    return tuple(
+    layers = tuple(
         te.TransformerLayer(*shape, layer_number=index + 1, params_dtype=torch.bfloat16, **more).cuda()
         for index in range(options.layers)
     )
-
-
-def transformer_engines_eager(options: ModelOptions) -> Answer:
-    """Transformer Engine's own layers; unpacked, and with no DDP around them."""
-    return time_layers(partial(_run_plain, _transformer_engines_layers(options)), options, repeats=15)
-
-
-def transformer_engines_graphs(options: ModelOptions) -> Answer:
-    """The same layers in graphs of Transformer Engine."""
-    import transformer_engine.pytorch as te
-
-    return _graphed(te.make_graphed_callables, _transformer_engines_layers(options), options)
+    return _graphed(te.make_graphed_callables, layers, options)
 
 
 def captured(options: ModelOptions, **further: Any) -> Trainer:

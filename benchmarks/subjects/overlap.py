@@ -78,11 +78,9 @@ def copies_for_all_to_all(us: float = 0.0) -> Iterator[None]:
 # -- what overlap costs and gains ------------------------------------------------------------------
 
 WITHOUT, EAGER, GRAPHED = "no overlap", "overlap, eager", "overlap, graphed"  # in one process each
-# What memory is of: the most that torch's allocator held, in the whole process and since the capture; and of
-# the latter what tensors took.
+# The most that torch's allocator held, in the whole process and since the capture.
 RESERVED, RESERVED_LATER = "peak memory reserved", "peak memory reserved by steps after the capture"
-ALLOCATED, POOLS = "peak memory of tensors outside of graphs in these", "pools of the graphs"
-MEMORY = RESERVED, RESERVED_LATER, ALLOCATED, POOLS
+MEMORY = RESERVED, RESERVED_LATER
 WARM_UP_STEPS = 6  # the fourth captures
 ROUNDS = 4  # of each distinct step
 # Of nodes of plans, and the methods that run them.
@@ -213,8 +211,7 @@ def measure_overlap(
                 host_us.append(trainer.host_ms * 1e3 / MICRO_BATCHES)
         found["walls"].append(walls)
         found["host_us"].append(host_us)
-    later, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-    memory = {RESERVED: max(first, later), RESERVED_LATER: later, ALLOCATED: allocated}
+    later = torch.cuda.max_memory_reserved()
     for us in times_us:
         with copies_for_all_to_all(us), _parts_of_layers():
             timeline = trainer.traced(steps[0])
@@ -222,7 +219,6 @@ def measure_overlap(
         found["products"].append(sum(bool(_PRODUCTS.search(work.name)) for work in timeline.work))
         found["share"].append(timeline.share_beside(_STAND_IN) if us else 0.0)
     if way == GRAPHED:
-        report = megagraph.reports()[-1]
-        check_replays(report)
-        memory[POOLS] = report["pool_bytes"]
+        check_replays(megagraph.reports()[-1])
+    memory = {RESERVED: max(first, later), RESERVED_LATER: later}
     return {**found, "memory": memory, "nodes": _nodes_of(timeline)}

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 import megagraph
 from benchmarks.measuring.children import Answer, caught
-from benchmarks.measuring.clocks import STEP, Timeline, outside_bytes, traced, wall_ms
+from benchmarks.measuring.clocks import STEP, Timeline, traced, wall_ms
 from benchmarks.subjects.hosts import check_replays, engines_spec, install, on_side_stream, prepare_rival
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
@@ -211,25 +211,52 @@ def step_case(hidden: int, *, layers: int, tokens: int, rivals: Sequence[str] = 
     return StepCase(name=name, model=model, max_packed_seqs=(NUM_SEQS,), **packs, rivals=tuple(rivals))
 
 
+def _walls_in_turns(
+    trainer: StepTrainer, steps: Steps, order: Sequence[int], ways: Sequence[str]
+) -> dict[str, list[float]]:
+    """Walls in ms of each round, by way: `graphed`, `eager`, or `bare`, as the graphed one has staged."""
+    walls: dict[str, list[float]] = {way: [] for way in ways}
+    launch = bare_step(trainer, MICRO_BATCHES) if "bare" in ways else None
+    with without_collection():
+        for index in order:
+            for way, of_way in walls.items():
+                if way == "bare" and launch is not None:
+                    of_way.append(wall_ms(launch))
+                else:
+                    of_way.append(trainer.wall_ms(steps[index], graphs=way == "graphed"))
+    return walls
+
+
 def measure_ours(case: StepCase) -> Answer:
     """Graphed and eager steps in turn, unpatched ones before and after them, and what their floor is.
 
     Answers walls in ms of each round, `graphed`, `eager` and of a small model also `bare`, and which distinct
-    step it ran, `order`; `outside_ms` of graphs by distinct step of a small model; `busy_ms` and `kernels_ms`
-    of one traced step; `unpatched`, its own walls, order and kernels.
+    step it ran, `order`; `outside_ms` of graphs by distinct step of a small model; `kernels_ms` of one traced
+    step; `unpatched`, its own walls, order and kernels.
     """
-    trainer = StepTrainer(case.model, beside=True)
+    trainer, is_small = StepTrainer(case.model, beside=True), case.is_small
     steps = case.batches(trainer.device)
     before = caught(lambda: _unpatched(trainer, case, steps))
     install(capacities=(case.capacity,))
-    answer = _in_turns(trainer, case, steps)
+    trainer.walls_ms(steps, range(WARM_UP_STEPS + FURTHER_STEPS))
+    trainer.wall_ms(steps[0], graphs=False)
+    order = case.rounds((ROUNDS if is_small else LARGE_ROUNDS) * len(steps))
+    ways = ("graphed", "bare", "eager") if is_small else ("graphed", "eager")
+    walls = _walls_in_turns(trainer, steps, order, ways)
+    traced = [trainer.traced(batches) for batches in (steps if is_small else steps[:1])]
+    if not any(work.is_graphed for work in traced[0].work):
+        raise RuntimeError("the trace of a graphed step has no graphs")
     check_replays(megagraph.reports()[-1], "DISABLED")
     megagraph.uninstall()
     after = caught(lambda: _unpatched(trainer, case, steps))
-    if "error" in before or "error" in after:
-        return {**answer, "unpatched": before if "error" in before else after}
-    walls, order = (before[name] + after[name] for name in ("walls", "order"))
-    return {**answer, "unpatched": {**after, "walls": walls, "order": order}}
+    unpatched = next((answer for answer in (before, after) if "error" in answer), None)
+    return {
+        **walls,
+        "order": order,
+        "outside_ms": [timeline.eager_ms() for timeline in traced] if is_small else [],
+        "kernels_ms": traced[0].kernels_ms(),
+        "unpatched": unpatched or {**after, **{of: before[of] + after[of] for of in ("walls", "order")}},
+    }
 
 
 def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
@@ -242,28 +269,6 @@ def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
         return {"walls": walls, "order": order, "kernels_ms": trainer.traced(steps[0]).kernels_ms()}
 
 
-def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
-    trainer.walls_ms(steps, range(WARM_UP_STEPS + FURTHER_STEPS))
-    trainer.wall_ms(steps[0], graphs=False)
-    launch = partial(bare_step(trainer), MICRO_BATCHES) if case.is_small else None
-    order = case.rounds((ROUNDS if case.is_small else LARGE_ROUNDS) * len(steps))
-    graphed, eager, bare = [], [], []
-    with without_collection():
-        for index in order:
-            graphed.append(trainer.wall_ms(steps[index], graphs=True))
-            if launch is not None:  # with what this step has staged
-                bare.append(wall_ms(launch))
-            eager.append(trainer.wall_ms(steps[index], graphs=False))
-    traced = [trainer.traced(batches) for batches in (steps if case.is_small else steps[:1])]
-    if not any(work.is_graphed for work in traced[0].work):
-        raise RuntimeError("the trace of a graphed step has no graphs")
-    return {
-        **{"order": order, "graphed": graphed, "eager": eager, "bare": bare},
-        "outside_ms": [timeline.eager_ms() for timeline in traced] if case.is_small else [],
-        **{"busy_ms": traced[0].busy_ms(), "kernels_ms": traced[0].kernels_ms()},
-    }
-
-
 def measure_steps(
     case: StepCase, *ways: str, rounds: int = 0, is_full: bool = True, trainer: dict[str, Any], **plugin: Any
 ) -> Answer:
@@ -271,27 +276,19 @@ def measure_steps(
 
     Unless they are full, packs are those of the case as they come.
 
-    Answers walls in ms by way; the `report`; the most that torch `reserved` before them, and device memory
-    outside of its allocator, `outside` and before a capture `outside_before`.
+    Answers walls in ms by way, the `report`, and the most that torch `reserved` before them.
     """
     install(**{"capacities": (case.capacity,), "cuda_graph_warmup_steps": WARM_UP_STEPS, **plugin})
     made, graphs = StepTrainer(case.model, **trainer), ways[0] == "graphed"
     packs = case.packs() if is_full else case.steps(WARM_UP_STEPS + FURTHER_STEPS)
     steps = [[batch_of(pack, made.device) for pack in step] for step in packs]
-    made.walls_ms(steps, range(WARM_UP_STEPS), graphs=graphs)
-    before = outside_bytes()
-    made.walls_ms(steps, range(WARM_UP_STEPS, WARM_UP_STEPS + FURTHER_STEPS), graphs=graphs)
-    reserved, outside = torch.cuda.max_memory_reserved(), outside_bytes()
-    memory = {"reserved": reserved, "outside_before": before, "outside": outside}
-    walls: dict[str, list[float]] = {way: [] for way in ways}
-    with without_collection():
-        for index in case.rounds(rounds):
-            for way, of_way in walls.items():
-                of_way.append(made.wall_ms(steps[index], graphs=way == "graphed"))
+    made.walls_ms(steps, range(WARM_UP_STEPS + FURTHER_STEPS), graphs=graphs)
+    reserved = torch.cuda.max_memory_reserved()
+    walls = _walls_in_turns(made, steps, case.rounds(rounds), ways)
     report = megagraph.reports()[-1]
     if graphs and plugin.get("mode") != "eager":
         check_replays(report, "DISABLED")
-    return {**walls, **memory, "report": report}
+    return {**walls, "reserved": reserved, "report": report}
 
 
 def measure_rival(case: StepCase, impl: str) -> Answer:
