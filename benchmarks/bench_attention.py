@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer, Parts, try_part
 from benchmarks.measuring.clocks import Call, device_us, kernel_us
-from benchmarks.measuring.results import Figure, against, beside, timed
+from benchmarks.measuring.results import Figure, against, beside_each, timed
 from benchmarks.subjects.hosts import recorded
 from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
@@ -189,7 +189,7 @@ def _beside_transformer_engine() -> list[Figure]:
     figures = []
     for name, us in {"forward": forward, "forward and backward": both}.items():
         figure = timed(f"{RIVAL_SHAPE}, {name}: GPU time", us, "us")
-        figures.append(beside(figure, TRANSFORMER_ENGINE, theirs, lambda of, name=name: float(of[name])))  # type: ignore[misc]
+        figures += beside_each(figure, {TRANSFORMER_ENGINE: theirs}, lambda of, name=name: of[name])  # type: ignore[misc]
     return figures
 
 

@@ -13,9 +13,8 @@ import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
 from benchmarks.measuring.results import Figure, beside_each
 from benchmarks.subjects.hosts import install_for
-from benchmarks.subjects.inside import graphs_of
-from benchmarks.subjects.layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
-from benchmarks.subjects.packs import a_pack, model_options
+from benchmarks.subjects.layers import LAYERS, capture, made_quickly, megatrons_graphs, torchs_graphs
+from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions, Trainer
 
 HIDDEN = (512, 1024, 2048)
@@ -30,17 +29,6 @@ CAPACITIES = {
 BAR_MS = 40.0
 
 
-def _capture(trainer: Trainer, tokens: int) -> Answer:
-    """Trains until everything is captured. Raises `RuntimeError` where a layer is not."""
-    for _ in range(2):  # before the second is the capture
-        trainer.forward_backward([a_pack(tokens)])
-    report = graphs_of(trainer).report()
-    expected = 2 * report["layers"] * len(report["capacities"])
-    if report["failures"] or report["graphs"] != expected:
-        raise RuntimeError(f"expected {expected} graphs, got {report}")
-    return {"graphs": report["graphs"], "seconds": report["capture_seconds"]}
-
-
 def measure_own() -> dict[str, dict[str, Answer]]:
     """Every size with every number of capacities, in one process, all kept until the last."""
     # Else a standard error that is no terminal gets no progress.
@@ -52,7 +40,9 @@ def measure_own() -> dict[str, dict[str, Answer]]:
         install_for(TOKENS, *num_seqs, cuda_graph_warmup_steps=1, progress=shows_progress)
         try:
             for hidden, trainer in trainers.items():
-                measured[str(hidden)][name] = _capture(trainer, TOKENS)
+                report = capture(trainer)
+                found = {"graphs": report["graphs"], "seconds": report["capture_seconds"]}
+                measured[str(hidden)][name] = found
         finally:
             megagraph.uninstall()
     return measured

@@ -29,7 +29,7 @@ RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
     "Megatron's graphs, local": layers.megatrons_graphs,
     "Transformer Engine's make_graphed_callables": layers.transformer_engines_graphs,
 }
-OPTIONS = model_options(1024, layers=layers.LAYERS, tokens=layers.TOKENS)
+OPTIONS = model_options(layers.HIDDEN, layers=layers.LAYERS, tokens=layers.TOKENS)
 PARTS: Parts = {
     "own": partial(layers.measure_stack, OPTIONS),
     "banks": layers.measure_banks,

@@ -102,17 +102,19 @@ def differences(more: Times, less: Times) -> list[float]:
     return [sub(*pair) for pair in zip(more, less, strict=True)]
 
 
-def beside(figure: Figure, rival: str, answer: Answer, read: Read) -> Figure:
-    """A figure beside what `read` takes from a rival's answer, or beside why the rival has none."""
-    if "error" in answer:
-        return replace(figure, rival=f"{rival}: {answer['error']}")
-    return against(figure, rival, read(answer))
-
-
 def beside_each(figure: Figure, rivals: Mapping[str, Answer], read: Read) -> list[Figure]:
-    """One figure beside each of several rivals; the bar, which is one, stands on the first."""
-    rows = [beside(figure, rival, answer, read) for rival, answer in rivals.items()]
-    return [*rows[:1], *(replace(row, bar=None, holds=None) for row in rows[1:])]
+    """One figure beside what `read` takes from each rival's answer, or beside why that has none.
+
+    The bar, which is one, stands on the first.
+    """
+    rows = []
+    for rival, answer in rivals.items():
+        if "error" in answer:
+            rows.append(replace(figure, rival=f"{rival}: {answer['error']}"))
+        else:
+            rows.append(against(figure, rival, read(answer)))
+        figure = replace(figure, bar=None, holds=None)
+    return rows
 
 
 def describe_environment() -> dict[str, str | None]:

@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 import megagraph
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds, in_turns, phases_us
-from benchmarks.subjects.hosts import check_replays, install_for
-from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
-from benchmarks.subjects.layers import LAYERS, TOKENS, captured, end_reductions, made_quickly
+from benchmarks.subjects.hosts import install_for
+from benchmarks.subjects.inside import Replays, bare_loops
+from benchmarks.subjects.layers import LAYERS, TOKENS, capture, captured, end_reductions, made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
@@ -75,7 +76,7 @@ CALL_ROUNDS, SAMPLES, CALLS = 15, 3, 100  # samples of each round, calls of each
 class _Case(NamedTuple):
     """One way to call the model, whose one capacity has room for `num_seqs` documents."""
 
-    mode: str = "off"  # patches nothing
+    mode: str = "graph"
     num_seqs: int = 8
     documents: int = 3  # of the pack; none for a call without one
     scheduled: bool = True  # inside Megatron's schedule, or each call for itself
@@ -87,11 +88,11 @@ class _Case(NamedTuple):
 _EAGER = "eager through the patch, {}: a call of a model that does nothing"
 _MISFIT, _PADDED = "pack that fits no capacity", "mode eager, padding of the pack to its capacity included"
 _OUTSIDE = f"call outside of any schedule, {LAYERS} layers captured"
-_CAPTURED = _Case(mode="graph", scheduled=False, layers=LAYERS, is_captured=True, bar=20.0)
+_CAPTURED = _Case(scheduled=False, layers=LAYERS, is_captured=True, bar=20.0)
 CASES = {
-    _EAGER.format("no pack"): _Case(mode="graph", documents=0),
-    _EAGER.format(_MISFIT): _Case(mode="graph", num_seqs=2),
-    _EAGER.format(f"{_MISFIT}, outside of a schedule"): _Case(mode="graph", num_seqs=2, scheduled=False),
+    _EAGER.format("no pack"): _Case(documents=0),
+    _EAGER.format(_MISFIT): _Case(num_seqs=2),
+    _EAGER.format(f"{_MISFIT}, outside of a schedule"): _Case(num_seqs=2, scheduled=False),
     _EAGER.format(_PADDED): _Case(mode="eager", bar=25.0),
     f"{_OUTSIDE}, no pack": _CAPTURED._replace(documents=0),
     f"{_OUTSIDE}, a {_MISFIT}": _CAPTURED._replace(documents=16),
@@ -125,19 +126,15 @@ class _TimedTrainer(Trainer):
             return super()._forward_step(packs, model)
         return self.call(next(packs), self.chunk), lambda losses: (losses.mean(), {"loss": losses.mean()})
 
-    def one_round(self, case: _Case) -> list[float]:
+    def one_round(self, case: _Case, *, is_patched: bool) -> list[float]:
         """Microseconds of a call in each sample. Raises `RuntimeError` where one replayed."""
         self.times_us, self.documents = [], case.documents
-        if case.mode != "off":
-            install_for(TOKENS, case.num_seqs, mode=case.mode, cuda_graph_warmup_steps=1)
         packs = [a_pack(TOKENS)] * (1 + SAMPLES)
         before = 0
         try:
-            if case.is_captured:
-                for _ in range(3):
-                    self.forward_backward(packs[:2])
-                check_replays(graphs_of(self).report())
-                before = graphs_of(self).report()["replays"]
+            if is_patched:
+                install_for(TOKENS, case.num_seqs, mode=case.mode, cuda_graph_warmup_steps=1)
+                before = capture(self)["replays"] if case.is_captured else 0
             _TimedTrainer.is_idle = True
             with torch.no_grad():
                 if case.scheduled:
@@ -182,17 +179,13 @@ def _models_that_idle() -> Iterator[None]:
 
 def measure_calls() -> Answer:
     """By case the samples `patched` and `unpatched` in us, those of one round at the same places."""
-    unpatched = {
-        name: _Case(documents=case.documents, scheduled=case.scheduled, layers=case.layers)
-        for name, case in CASES.items()
-    }
-    kinds = [*CASES.values(), *dict.fromkeys(unpatched.values())]
-    times: dict[_Case, list[float]] = {kind: [] for kind in kinds}
     trainers = {
         layers: made_quickly(_TimedTrainer, model_options(HIDDEN, layers=layers, tokens=TOKENS))
-        for layers in {kind.layers for kind in kinds}
+        for layers in {case.layers for case in CASES.values()}
     }
+    times: Answer = {name: {"patched": [], "unpatched": []} for name in CASES}
     with _models_that_idle():
-        for _, kind in in_turns(kinds, CALL_ROUNDS):
-            times[kind] += trainers[kind.layers].one_round(kind)
-    return {name: {"patched": times[it], "unpatched": times[unpatched[name]]} for name, it in CASES.items()}
+        for _, (name, how) in in_turns([*itertools.product(CASES, ("patched", "unpatched"))], CALL_ROUNDS):
+            case = CASES[name]
+            times[name][how] += trainers[case.layers].one_round(case, is_patched=how == "patched")
+    return times

@@ -7,7 +7,6 @@ no DDP.
 """
 
 import contextlib
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer
@@ -30,31 +28,11 @@ from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step
 
-LAYERS = 24
-TOKENS = 256
+LAYERS, HIDDEN, TOKENS = 24, 1024, 256
 _MICRO_BATCHES = 2
 ROUNDS = 60  # of ours
 MICRO_BATCHES = 20  # in a row
 Made = TypeVar("Made", bound=Trainer)
-
-
-class Layer(nn.Module):
-    """A transformer layer of 12 parameters on rows [T, 1, H]."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        rows = hidden.flatten(0, 1)
-        q, k, v = self.qkv(self.attention_norm(rows)).unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)
-        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
-        rows = rows + self.out(attended[0].transpose(0, 1).flatten(1))
-        out: Tensor = (rows + self.down(F.gelu(self.up(self.mlp_norm(rows))))).view_as(hidden)
-        return out
 
 
 def made_quickly(kind: type[Made], options: ModelOptions, *, beside: bool = False, **further: Any) -> Made:
@@ -203,16 +181,25 @@ def transformer_engines_graphs(options: ModelOptions) -> Answer:
     return _graphed(te.make_graphed_callables, layers, options)
 
 
-def captured(options: ModelOptions, **further: Any) -> Trainer:
-    """A trainer whose every layer replays. Raises `RuntimeError` where one was not captured."""
-    trainer = made_quickly(Trainer, options, **further)
-    packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
+def capture(trainer: Trainer) -> dict[str, Any]:
+    """Trains until every layer replays. Raises `RuntimeError` where one was not captured for a capacity.
+
+    Returns the report.
+    """
+    packs = [a_pack(trainer.options.max_tokens)] * _MICRO_BATCHES
     for _ in range(3):  # one to warm up; before the second is the capture
         trainer.forward_backward(packs)
-    report = graphs_of(trainer).report()
+    report: dict[str, Any] = graphs_of(trainer).report()
     check_replays(report)
-    if report["graphs"] != 2 * report["layers"]:
+    if report["graphs"] != 2 * report["layers"] * len(report["capacities"]):
         raise RuntimeError(f"not every layer was captured: {report}")
+    return report
+
+
+def captured(options: ModelOptions, **further: Any) -> Trainer:
+    """A trainer whose every layer replays."""
+    trainer = made_quickly(Trainer, options, **further)
+    capture(trainer)
     return trainer
 
 
@@ -303,7 +290,7 @@ def keys_of_round(index: int, *, variants: int, slots: int) -> list[int]:
 class _Measured:
     """One bank of the modules, with every variant captured into every slot."""
 
-    def __init__(self, layers: Sequence[Layer], variants: int, slots: int, hidden: Tensor) -> None:
+    def __init__(self, layers: Sequence[nn.Module], variants: int, slots: int, hidden: Tensor) -> None:
         self._slots, self._variants = slots, variants
         self._hidden, self._grad = hidden, torch.randn_like(hidden) * 1e-3
         self.times = defaultdict[str, list[float]](list)
@@ -353,14 +340,16 @@ class _Measured:
         }
 
 
-def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answer]:
+def measure_banks() -> dict[str, Answer]:
     """Host time for each site of a bank, in turn in each of `BANKS`, as many micro-batches of each."""
-    layers = [Layer(hidden_size, hidden_size // 64).to("cuda", torch.bfloat16) for _ in range(SITES)]
-    for param in itertools.chain.from_iterable(layer.parameters() for layer in layers):
+    # torch's own layers, with as many parameters as Megatron's.
+    how: dict[str, Any] = {"dim_feedforward": 4 * HIDDEN, "dropout": 0.0, "activation": "gelu"}
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(HIDDEN, HIDDEN // 64, **how) for _ in range(SITES))
+    for param in layers.to("cuda", torch.bfloat16).parameters():
         # The float32 gradient that Megatron's DDP would give it.
         param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
-    hidden = hidden_states(tokens, hidden_size).clone()  # the gradient of a leaf would be cloned
-    banks = [_Measured(layers, variants, slots, hidden) for variants, slots in BANKS.values()]
+    hidden = hidden_states(TOKENS, HIDDEN).clone()  # the gradient of a leaf would be cloned
+    banks = [_Measured([*layers], variants, slots, hidden) for variants, slots in BANKS.values()]
     for index, bank in in_turns(banks, BANK_WARM_UP + BANK_ROUNDS):
         if index == BANK_WARM_UP:
             bank.times.clear()

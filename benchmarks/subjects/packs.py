@@ -108,7 +108,7 @@ def hidden_states(tokens: int, width: int) -> Tensor:
     return torch.randn(tokens, 1, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def variant_of(hidden: Tensor, *, key: Hashable = "pack", training: bool = True, **more: Any) -> VariantSpec:
+def variant_of(hidden: Tensor, *, key: Hashable = "pack", **more: Any) -> VariantSpec:
     """What a bank captures for rows like those of `hidden`."""
     shape: dict[str, Any] = {"rows": hidden.size(0), "row_shape": tuple(hidden.shape[1:])}
-    return VariantSpec(key=key, training=training, **shape, dtype=hidden.dtype, **more)
+    return VariantSpec(key=key, training=True, **shape, dtype=hidden.dtype, **more)
