@@ -26,7 +26,7 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.packs import ops
 
 DEVICE = "cuda"
-ROUNDS = 9
+ROUNDS = 45
 TAIL = 100  # rows past the last document
 ATEN = "ATen's flash attention"
 TRANSFORMER_ENGINE = "Transformer Engine's DotProductAttention, kernels only"
@@ -113,14 +113,9 @@ class Captured:
         self.calls = dict(zip(DIRECTIONS, bare_loops(bank, "pack"), strict=True))
 
 
-def device_medians(calls: Sequence[Call]) -> list[list[float]]:
-    rounds = [[median(device_us([call], repeats=5, warm_up=1)[0]) for call in calls] for _ in range(ROUNDS)]
-    return [list(times) for times in zip(*rounds, strict=True)]
-
-
-def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
+def gpu_us(*calls: Call) -> list[list[float]]:
     """GPU time of each call in a graph, in turns."""
-    return device_medians([recorded(call) for call in calls])
+    return device_us([recorded(call) for call in calls], repeats=ROUNDS)
 
 
 @torch.no_grad()
@@ -128,7 +123,7 @@ def _compare(shape: Shape) -> list[Figure]:
     inputs, pack = shape.inputs(), shape.pack()
     mine, theirs, figures = ours(inputs, *pack), atens(inputs, *pack), []
     for direction, call in mine.items():
-        us, its = gpu_us((call, theirs[direction]))
+        us, its = gpu_us(call, theirs[direction])
         figure = timed(f"{shape}, {direction}: GPU time", us, "us")
         figures.append(against(figure, ATEN, median(its), share=BAR))
     return figures
@@ -144,14 +139,14 @@ def _compare_padded(shape: Shape) -> list[Figure]:
         # What the slots cost in a graph whose grids stay as they were captured.
         fixed = atens(inputs, torch.ops.megagraph.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
         for direction in many.calls:
-            us, tight_us = device_medians((many.calls[direction], alone.calls[direction]))
+            us, tight_us = device_us((many.calls[direction], alone.calls[direction]), repeats=ROUNDS)
             title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
             rival = f"{USED} document slots, max_seqlen {longest}"
             figure = timed(f"{shape}, {direction}: {title}", us, "us")
             beside_aten = replace(figure, name=f"{figure.name}, beside ATen alone")
             figures += [
                 against(figure, rival, median(tight_us), share=PADDING_BAR),
-                against(beside_aten, ATEN, median(gpu_us((fixed[direction],))[0])),
+                against(beside_aten, ATEN, median(gpu_us(fixed[direction])[0])),
             ]
     return figures
 
@@ -184,7 +179,7 @@ PARTS: Parts = {TRANSFORMER_ENGINE: _rival}
 def _beside_transformer_engine() -> list[Figure]:
     theirs = try_part(__name__, TRANSFORMER_ENGINE)
     mine = ours(RIVAL_SHAPE.inputs(), *RIVAL_SHAPE.pack())
-    forward, backward = gpu_us((mine["forward"], mine["backward"]))
+    forward, backward = gpu_us(mine["forward"], mine["backward"])
     both = [sum(pair) for pair in zip(forward, backward, strict=True)]
     figures = []
     for name, us in {"forward": forward, "forward and backward": both}.items():

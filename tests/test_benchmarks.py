@@ -116,11 +116,10 @@ def measured(monkeypatch: MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[
     attention, rope = BENCHMARKS["attention"], BENCHMARKS["rope"]
     for module in (attention, rope):
         monkeypatch.setattr(module, "DEVICE", "cpu")
+        monkeypatch.setattr(module, "device_us", timed)
     monkeypatch.setattr(rope, "_random", lambda *shape: [])
     monkeypatch.setattr(rope, "copy_of", lambda num_bytes: lambda: None)
-    monkeypatch.setattr(rope, "device_us", timed)
-    for name in ("gpu_us", "device_medians"):
-        monkeypatch.setattr(attention, name, timed)
+    monkeypatch.setattr(attention, "recorded", lambda call: call)
     for name in ("ours", "atens"):
         monkeypatch.setattr(attention, name, lambda *arguments: calls)
     monkeypatch.setattr(attention.Shape, "inputs", lambda self: [])

@@ -24,6 +24,13 @@ def model_options(hidden: int, *, layers: int, tokens: int, head_dim: int = 64) 
     return ModelOptions(layers=layers, hidden=hidden, heads=hidden // head_dim, max_tokens=tokens, bf16=True)
 
 
+def random_documents(lengths: Iterable[int], *, seed: int) -> Iterator[Document]:
+    """Documents of random tokens; the same at every call."""
+    generator = torch.Generator().manual_seed(seed)
+    for index, length in enumerate(lengths):
+        yield Document(name=str(index), tokens=torch.randint(256, (length,), generator=generator))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One model on one stream of packs."""
@@ -43,11 +50,7 @@ class Case:
     def _documents(self) -> Iterable[Document]:
         if self.mean_length is None:
             return load_documents(None, min_length=2, max_length=self.model.max_tokens)
-        generator = torch.Generator().manual_seed(11)
-        return (
-            Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))
-            for i, length in enumerate(self._lengths(self.mean_length))
-        )
+        return random_documents(self._lengths(self.mean_length), seed=11)
 
     def _lengths(self, mean: int) -> Iterator[int]:
         """Of lognormal documents, without an end."""

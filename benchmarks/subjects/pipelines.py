@@ -25,11 +25,10 @@ import megagraph
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
-from benchmarks.subjects.packs import a_pack, filled
+from benchmarks.subjects.packs import a_pack, filled, random_documents
 from benchmarks.subjects.steps import Batch, arguments_of, batch_of
 from megagraph.cli.demo import quiet_megatron
 from megagraph.decide.dispatch import StageSchedule
-from megagraph.demo.documents import Document
 from megagraph.demo.lengths import lognormal_lengths
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, gpt_model, in_half_precision, mean_loss, transformer_config
@@ -63,46 +62,9 @@ def drawn_packs(tokens: int, count: int, *, seed: int) -> list[Pack]:
     lengths = lognormal_lengths(
         DOCUMENTS * count, mean=tokens // 4, sigma=1.0, minimum=2, maximum=tokens, seed=seed
     )
-    generator = torch.Generator().manual_seed(seed)
-    documents = (
-        Document(name=str(index), tokens=torch.randint(256, (length,), generator=generator))
-        for index, length in enumerate(lengths.tolist())
-    )
+    documents = random_documents(lengths.tolist(), seed=seed)
     packs = itertools.islice(stream_packs(documents, tokens, DOCUMENTS - 1), count)
     return [filled(pack, tokens) if place % 3 == 0 else pack for place, pack in enumerate(packs)]
-
-
-def chunks_of(
-    options: ModelOptions,
-    config: Any,
-    spec: BlockSpec,
-    place: StageSchedule,
-    *,
-    ddp: dict[str, Any] | None = None,
-    **further: Any,
-) -> tuple[list[nn.Module], list[Any]]:
-    """The chunks of a stage, and their DDPs. `further` goes to each GPTModel."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    torch.manual_seed(options.seed)
-    seed_streams()
-    models = []
-    for index in range(place.chunks):
-        vp_stage = {"vp_stage": index} if place.chunks > 1 else {}
-        model = gpt_model(
-            options,
-            config,
-            spec(config, pp_rank=place.stage, **vp_stage),
-            pre_process=place.stage == 0 and index == 0,
-            post_process=place.stage == place.stages - 1 and index == place.chunks - 1,
-            **vp_stage,
-            **further,
-        )
-        models.append(model.cuda() if torch.cuda.is_available() else model)
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
-    modules = map(in_half_precision, models)
-    made = partial(DistributedDataParallel, config=config, ddp_config=ddp_config)
-    return models, [made(module=module) for module in modules]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,22 +129,44 @@ class PipelineTrainer:
         shared_embeddings: bool = False,
         aligned: bool = False,
     ) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.options, self._forward = options, forward
         self.config = transformer_config(options, **{**cut.config(), **(transformer or {})})
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        place = StageSchedule(stages=cut.stages, stage=stage, chunks=cut.chunks)
+        torch.manual_seed(options.seed)
+        seed_streams()
         shared = {"share_embeddings_and_output_weights": shared_embeddings}
-        self.models, self.chunks = chunks_of(options, self.config, spec, place, ddp=ddp, **shared)
+        self.models = [self._model(cut, index, spec, **shared) for index in range(cut.chunks)]
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
+        made = partial(DistributedDataParallel, config=self.config, ddp_config=ddp_config)
+        self.chunks: list[Any] = [made(module=in_half_precision(model)) for model in self.models]
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.no_sync_func = self._each("no_sync")
         if aligned:
             self.config.grad_sync_func = self._each("start_grad_sync")
             if self.chunks[0].ddp_config.overlap_param_gather:
                 self.config.param_sync_func = self._each("start_param_sync")
+
+    def _model(self, cut: Cut, index: int, spec: BlockSpec, **further: Any) -> nn.Module:
+        from megatron.core import parallel_state
+
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        vp_stage = {"vp_stage": index} if cut.chunks > 1 else {}
+        model = gpt_model(
+            self.options,
+            self.config,
+            spec(self.config, pp_rank=stage, **vp_stage),
+            pre_process=stage == 0 and index == 0,
+            post_process=stage == cut.stages - 1 and index == cut.chunks - 1,
+            **vp_stage,
+            **further,
+        )
+        return model.to(self.device)
 
     def _each(self, name: str) -> Any:
         """A method of every chunk, as Megatron's config takes it."""
