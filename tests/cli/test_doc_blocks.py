@@ -33,10 +33,6 @@ FIRST_HOUR = ROOT / "docs" / "first-hour.md"
 PAGES = [path for path in DOCS if FENCE.search(read(path))]
 
 
-def is_fragment(code: str) -> bool:
-    return code.startswith("# fragment: ")
-
-
 @pytest.mark.parametrize("path", PAGES, ids=named)
 def test_every_block_says_what_it_is(path: Path) -> None:
     assert read(path).count("\n```") == 2 * len(FENCE.findall(read(path)))
@@ -98,7 +94,7 @@ def run_page(path: Path, folder: Path) -> None:
     names: dict[str, Any] = {}
     printed = ""
     for language, code in FENCE.findall(read(path)):
-        if is_fragment(code):
+        if code.startswith("# fragment: "):
             continue
         if language == "python" and path != FIRST_HOUR:
             with process_groups():

@@ -93,12 +93,9 @@ for scope in ("attn", "mlp"):  # layers of one half are graphed whole or not at 
 OF_SYMBOL = {"M": "mamba", "*": "attn", "-": "mlp", "E": "moe_router"}
 
 
-def sites_of(pattern: str, scopes: Scopes) -> int:
-    return sum(not scopes or OF_SYMBOL[symbol] in scopes for symbol in pattern)
-
-
 for scopes, ddp in (((), {}), (("mamba",), {}), (("attn", "mlp"), {}), (("mamba", "attn"), BUCKETS)):
-    add(TABLE, "mamba", Row(mamba, {"ddp": ddp}, scopes, sites_of("M*-M", scopes), packs=Documented))
+    sites = sum(not scopes or OF_SYMBOL[symbol] in scopes for symbol in "M*-M")
+    add(TABLE, "mamba", Row(mamba, {"ddp": ddp}, scopes, sites, packs=Documented))
 MIXTURE: dict[str, Any] = {"pattern": "ME*E-"}
 PADS = {**MIXTURE, **moe_rig.PADS}
 for name, given, scopes, sites in (

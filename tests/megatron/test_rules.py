@@ -120,14 +120,11 @@ CASES = [
 IDS = [f"{case.rule} {' '.join(case.scopes) or 'whole'} {index}" for index, case in enumerate(CASES)]
 
 
-def base_of(case: Case) -> Config:
-    often = {"E-": [1, 0], "EE": 1}
-    return {**moe_rig.BASE, "moe_layer_freq": often[case.kinds]} if "E" in case.kinds else {}
-
-
 def config_of(case: Case, options: Config) -> Any:
     """A real config of Megatron's, as its own checks leave it."""
-    return transformer_config(OPTIONS, **{**base_of(case), **options})
+    often = {"E-": [1, 0], "EE": 1}
+    base = {**moe_rig.BASE, "moe_layer_freq": often[case.kinds]} if "E" in case.kinds else {}
+    return transformer_config(OPTIONS, **{**base, **options})
 
 
 def model_of(config: Any, kinds: str = "E-") -> Any:

@@ -83,18 +83,14 @@ def test_a_hybrid_model_of_its_layers(install: rig.Install, fused_rope: bool) ->
     assert report["model"] == "HybridModel #2"
 
 
-def _fuse_weight_gradients(trainer: Trainer) -> None:
-    for module in trainer.chunk.decoder.layers.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
-
-
 def test_fused_weight_gradients_are_added_once(install: rig.Install) -> None:
     """Without an update, so that the gradients of a model that fuses nothing are those to expect."""
     install()
     eager, graphed, plain = (Trainer(rig.OPTIONS, spec=te_layer_spec()) for _ in range(3))
     for trainer in (eager, graphed):
-        _fuse_weight_gradients(trainer)
+        for module in trainer.chunk.decoder.layers.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
     for index in range(4):
         left = rig.step(graphed, packs(index), update=False)
         assert_same_bits(rig.step(eager, packs(index), update=False, eager=True), left)

@@ -29,6 +29,7 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -185,11 +186,6 @@ class _Rank(NamedTuple):
         return "".join(said)[-20_000:]
 
 
-def _end_of(path: str, characters: int) -> str:
-    with open(path, encoding="utf-8", errors="replace") as written:
-        return written.read()[-characters:]
-
-
 class World:
     """Some ranks, which start when they are first given something to run."""
 
@@ -257,7 +253,8 @@ class World:
                 if succeeded:
                     answers[index] = answer
                 else:
-                    failures[index] = f"rank {index}: {answer}\n{_end_of(self._ranks[index].log, 2000)}"
+                    log = Path(self._ranks[index].log).read_text(encoding="utf-8", errors="replace")
+                    failures[index] = f"rank {index}: {answer}\n{log[-2000:]}"
                 left = late_seconds if late_seconds or succeeded else GRACE_SECONDS
                 if left is not None:
                     deadline = min(deadline, time.monotonic() + left * slower)
