@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kNobody = -1;
 constexpr size_t kMostRemembered = 64;
+constexpr int kMostDropped = 2, kMostDoublings = 16;
 // What differs less comes first.
 constexpr std::array kLeastFirst = {EagerReason::kGroupDisagreed, EagerReason::kNumericsChanged,
                                     EagerReason::kStateChanged};
@@ -73,6 +74,7 @@ std::set<int64_t> States::forget_oldest(std::set<int64_t> keep) {
   for (Group& group : groups_) {
     if (surplus > 0 && keep.count(group.number) == 0) {
       gone.insert(group.number);
+      times_dropped_.erase(group.number);
       --surplus;
       continue;
     }
@@ -143,10 +145,25 @@ void States::use(size_t index) {
               groups_.begin() + static_cast<std::ptrdiff_t>(index) + 1, groups_.end());
 }
 
-std::vector<int64_t> States::oldest_first() const {
-  std::vector<int64_t> numbers;
-  for (const Group& group : groups_) numbers.push_back(group.number);
-  return numbers;
+bool States::has_place(const std::set<int64_t>& captured, size_t most) {
+  if (waiting_ != current_) waited_ = 0;
+  waiting_ = current_;
+  if (captured.count(current_) != 0 || captured.size() < most) return true;
+  const auto dropped = times_dropped_.find(current_);
+  const int times = dropped == times_dropped_.end() ? 0 : dropped->second;
+  return times < kMostDropped || ++waited_ >= 1 << std::min(times, kMostDoublings);
+}
+
+std::set<int64_t> States::make_room(std::set<int64_t> captured, size_t most) {
+  captured.erase(current_);
+  std::set<int64_t> dropped;
+  for (const Group& group : groups_) {  // the oldest comes first
+    if (captured.size() - dropped.size() < most) break;
+    if (captured.count(group.number) == 0) continue;
+    dropped.insert(group.number);
+    ++times_dropped_[group.number];
+  }
+  return dropped;
 }
 
 EagerReason States::eager_reason(int64_t number, const std::vector<int64_t>& captured) const {

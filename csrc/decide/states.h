@@ -48,6 +48,16 @@ class States {
   // The present state has another fingerprint from now on, since other modules count. What had the
   // one before may differ in these.
   void rename(uint64_t fingerprint);
+  // Whether graphs may be captured in the state of now, be it in the place of others: those in
+  // `captured` have some, and `most` may. To be asked before each step that wants them.
+  //
+  // States that alternate and are more than may have graphs would drive out each other's for ever.
+  // So one whose graphs have gone twice has to be asked for in four steps in a row, one whose have
+  // gone three times in eight, and so on.
+  bool has_place(const std::set<int64_t>& captured, size_t most);
+  // Before a capture: the states whose graphs are to go for it, as they were not used for the
+  // longest time.
+  std::set<int64_t> make_room(std::set<int64_t> captured, size_t most);
 
   // -- inside of a step --
   // The number of the state that a call is in; a negative one has no graphs.
@@ -55,8 +65,6 @@ class States {
   // The last call's under other numeric settings, likewise.
   int64_t under(uint64_t settings);
 
-  // The one first that was not used for the longest time.
-  std::vector<int64_t> oldest_first() const;
   // Why graphs of none of the states in `captured` serve another one: the least that differs.
   EagerReason eager_reason(int64_t number, const std::vector<int64_t>& captured) const;
 
@@ -86,6 +94,9 @@ class States {
   uint32_t calls_ = 0;                                // a checksum of the states of a step's calls
   int64_t current_ = 0;
   bool is_new_ = false;
+  std::map<int64_t, int> times_dropped_;  // of each state: its graphs, for those of another one
+  int64_t waiting_ = 0;                   // the state that was asked for last
+  int waited_ = 0;                        // times in a row
 };
 
 }  // namespace megagraph

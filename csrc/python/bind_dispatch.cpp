@@ -60,7 +60,8 @@ void bind_dispatch(py::module_& m) {
       .def("rename", &States::rename, py::arg("fingerprint"))
       .def("of_call", &States::of_call, py::arg("fingerprint"))
       .def("under", &States::under, py::arg("settings"))
-      .def("oldest_first", &States::oldest_first)
+      .def("has_place", &States::has_place, py::arg("captured"), py::arg("most"))
+      .def("make_room", &States::make_room, py::arg("captured"), py::arg("most"))
       .def("eager_reason", &States::eager_reason, py::arg("number"), py::arg("captured"));
   py::class_<DueVariants>(m, "DueVariants")
       .def(py::init<int>(), py::arg("warm_up_steps"))

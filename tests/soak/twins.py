@@ -32,7 +32,7 @@ from .models import KINDS, LAYOUTS, SHARES_PACKS, UNIT, Kind, plugin_of
 from .scenarios import Scenario
 
 PLUGIN = Path(megagraph.__file__).parent
-CALM_STEPS = 6  # in which graphs have to come back, once all is as it was
+CALM_STEPS = 10  # in which graphs have to come back, once all is as it was; eight if they went three times
 CALM = [{"lengths": [9, 20]}, {"lengths": [3, 30, 8], "seed": 1}]
 GIVEN_UP = re.compile(r"^\w+Error: |gave this up$")  # a capture
 TOO_MANY = {"lengths": [4] * 9, "padded": [4] * 9}

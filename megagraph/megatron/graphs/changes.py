@@ -18,7 +18,6 @@ want all ranks to capture the same. So what one has met in one size, all capture
 
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ __all__ = ["Changes"]
 
 _DISAGREED, _MOVED = EagerReason.GROUP_DISAGREED, EagerReason.ADDRESS_MOVED
 _MOST_NAMED = 3  # values that have changed
-_MOST_DROPPED = 2  # times that graphs of a state may go for those of another one
 # A rank can capture, also what records gradients, and nothing is due.
 _IDLE: tuple[bool, bool, set[VariantKey]] = (True, True, set())
 _PATIENCE = 20  # steps in which another rank cannot capture until this one says so
@@ -64,7 +62,6 @@ class Changes:
         self._new_in_a_row = 0
         self._has_warned = False
         self._unguarded: list[str] = []
-        self._times_dropped: Counter[int] = Counter()  # of each state: its graphs, for those of another one
         self._has_said_full = False
         peers.what_changed = weakref.WeakMethod(self._what_changed)
 
@@ -242,7 +239,6 @@ class Changes:
                 self._due.forget_states(gone)
                 for number in gone:
                     self._made_new.pop(number, None)
-                    del self._times_dropped[number]
 
     def _what_changed(self) -> str:
         watch = self._captures.watch
@@ -298,23 +294,14 @@ class Changes:
 
     def make_room(self) -> None:
         """Before a capture: drops graphs of states that were not used for the longest time, if need be."""
-        bank, captured, current = self._captures.bank, self._due.states_with_graphs(), self._states.current
-        number = len(captured - {current}) + 1 - self._most
-        oldest = [state for state in self._states.oldest_first() if state in captured - {current}]
-        if dropped := {*oldest[: max(number, 0)]}:
-            self._times_dropped.update(dropped)
+        bank = self._captures.bank
+        if dropped := self._states.make_room(self._due.states_with_graphs(), self._most):
             self._captures.drop([key for key in bank.variants if key.state in dropped])
             self._due.forget_states(dropped)
 
     def _has_place(self) -> bool:
-        """Whether graphs may be captured in the state of now, be it in the place of others.
-
-        States that alternate and are more than may have graphs would drive out each other's for ever. So
-        one whose graphs have gone twice gets others when there is room, and is eager until then.
-        """
-        current, captured = self._states.current, self._due.states_with_graphs()
-        is_full = current not in captured and len(captured) >= self._most
-        if not is_full or self._times_dropped[current] < _MOST_DROPPED:
+        """Whether graphs may be captured in the state of now, be it in the place of others."""
+        if self._states.has_place(self._due.states_with_graphs(), self._most):
             return True
         if not self._has_said_full:
             self._has_said_full = True
