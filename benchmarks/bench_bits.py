@@ -22,7 +22,7 @@ from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import DETERMINISTIC, engines_spec, install, seed_streams
 from benchmarks.subjects.packs import LAYER_KINDS, MICRO_BATCHES, model_options
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 

@@ -12,7 +12,7 @@ from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, against, in_mib
 from benchmarks.subjects.steps import NUM_SEQS, StepCase, measure_steps, step_case
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 
 FOUR = "four capacities"
 HALVES = ("attn", "mlp")  # of each layer, the other half eager

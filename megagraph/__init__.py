@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megagraph.config import Capacity as Capacity
     from megagraph.config import GraphConfig as GraphConfig
-    from megagraph.decide.dispatch import Capacity as Capacity
     from megagraph.decide.reasons import EagerReason as EagerReason
     from megagraph.megatron.parallel.context import context_groups as context_groups
     from megagraph.megatron.patch.installation import install as install
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _NAMES = {
-    "megagraph.config": ("GraphConfig",),
-    "megagraph.decide.dispatch": ("Capacity",),
+    "megagraph.config": ("Capacity", "GraphConfig"),
     "megagraph.decide.reasons": ("EagerReason",),
     "megagraph.megatron.parallel.context": ("context_groups",),
     "megagraph.megatron.patch.installation": ("install", "reports", "resume", "suspend", "uninstall"),

@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from megagraph.decide.dispatch import Capacity
+import torch  # noqa: F401  # whose libraries the core needs
+
+from megagraph._C import Capacity
 from megagraph.packs.ops import TailConvention
 
 if sys.version_info >= (3, 11):
@@ -23,7 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["GraphConfig", "graph_modules"]
+__all__ = ["Capacity", "GraphConfig", "graph_modules"]
 
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _PREFIX = "MEGAGRAPH_"

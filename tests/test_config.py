@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megagraph._C import Capacity
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity
 from megagraph.packs.ops import TailConvention
 
 PAIR = {"cuda_graph_max_packed_seqs": (16,), "max_seqlen_per_dp_cp_rank": 512}

@@ -25,7 +25,7 @@ from benchmarks.measuring.clocks import STEP, Timeline, traced, wall_ms
 from benchmarks.subjects.hosts import check_replays, engines_spec, install, on_side_stream, prepare_rival
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.packs import Pack, next_token_labels, position_ids
 from megagraph.demo.trainer import ModelOptions, Trainer, mean_loss, packed_seq_params
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch  # noqa: F401  # whose libraries the core needs
+
+from megagraph._C import Capacity, PackShape, best_capacities
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape, best_capacities
 from megagraph.decide.reasons import verdict
 
 __all__ = ["FEWEST_PAIRS", "Advice", "Block", "Findings", "Interval", "Packs", "advice_on", "interval_of"]

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
+from megagraph._C import Capacity
 from megagraph.cli.advice import Advice, Block, Findings, advice_on
 from megagraph.cli.ends import ExitCode, add_json, check_json, show, write_json
 from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script, run_steps
 from megagraph.cli.trial import FEWEST_STEPS, Trial
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import verdict
 from megagraph.log import rank
 from megagraph.report import quartiles, versions

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megagraph.cli.ends import Screen
-from megagraph.config import MODULES, GraphConfig
-from megagraph.decide.dispatch import Capacity
+from megagraph.config import MODULES, Capacity, GraphConfig
 from megagraph.packs.ops import TailConvention
 
 __all__ = ["add_config_options", "add_parser", "config_of"]

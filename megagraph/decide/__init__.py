@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call runs eager, which capacity holds a pack, what is in flight."""
+"""Why a call runs eager."""

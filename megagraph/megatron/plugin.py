@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megagraph import _C
+from megagraph._C import StageSchedule
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import StageSchedule
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp

@@ -18,12 +18,12 @@ import pytest
 import torch
 from run_scripts import TRAINING, Files
 
+from megagraph._C import Capacity, PackShape
 from megagraph.cli import main
 from megagraph.cli.advice import Advice, Block, Findings, Packs, advice_on, interval_of
 from megagraph.cli.scripts import EnoughError, run_steps
 from megagraph.cli.trial import Trial
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.plugin import is_cuda_graph_skipped

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagraph.decide.dispatch import Capacity, PackShape, best_capacities
+from megagraph._C import Capacity, PackShape, best_capacities
 
 Packs = Mapping[PackShape, int]
 # Few values, so that packs share tokens and documents.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megagraph import _C
-from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
+from megagraph._C import Capacity, PackForm, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason
 
 DISABLED = EagerReason.DISABLED

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagraph._C import DueVariants, States
-from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey, capacities_for, needs_of
+from megagraph import _C
+from megagraph._C import Capacity, PackForm, PackShape, VariantKey, capacities_for, needs_of
 from megagraph.decide.reasons import EagerReason
 
 TRAINING = VariantKey(None, PackForm(False, False, None), grad=True)
@@ -53,10 +53,10 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_is_due(name: str) -> None:
-    variants = DueVariants(warm_up_steps=2)
+    variants = _C.DueVariants(warm_up_steps=2)
     for verb, *words in map(str.split, SCRIPTS[name].split(";")):
         if verb == "steps":
-            variants = DueVariants(warm_up_steps=int(words[0]))
+            variants = _C.DueVariants(warm_up_steps=int(words[0]))
         elif verb in ("note", "step"):
             for word in words:
                 variants.note(*kinds([word]))
@@ -76,7 +76,7 @@ def test_what_is_due(name: str) -> None:
 
 
 def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once() -> None:
-    variants, named = DueVariants(warm_up_steps=2), []
+    variants, named = _C.DueVariants(warm_up_steps=2), []
     variants.note(EVALUATION)
     variants.end_step()
     for kind, passes_over in (
@@ -157,13 +157,13 @@ def test_nothing_is_learned_where_nobody_has_met_a_pack() -> None:
 # -- states ------------------------------------------------------------------------------------------
 
 
-def begin(states: States, *fingerprints: int, settings: int = 1) -> bool:
+def begin(states: _C.States, *fingerprints: int, settings: int = 1) -> bool:
     """Begins a step in each of these. Returns whether ranks agree on the last one."""
     return [states.agree(states.local_state(0, it, settings)) for it in fingerprints][-1]
 
 
 def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
-    states = States(1)
+    states = _C.States(1)
     for name, settings, number, is_new in (
         (7, 1, 0, True),
         (8, 1, 1, True),
@@ -181,7 +181,7 @@ def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
 
 
 def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
-    ranks = [States(2), States(2)]
+    ranks = [_C.States(2), _C.States(2)]
 
     def meet(*fingerprints: int) -> tuple[list[int], list[bool]]:
         said = [
@@ -209,7 +209,7 @@ def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
 
 
 def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not() -> None:
-    states = States(1)
+    states = _C.States(1)
     gone: set[int] = set()
     for fingerprint in range(200):
         begin(states, fingerprint)
@@ -222,7 +222,7 @@ def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not
 
 def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
     """It is the oldest one without graphs, and the step that begins is in it."""
-    states = States(1)
+    states = _C.States(1)
     begin(states, *range(65))
     assert states.has_many() and states.forget_oldest(keep=set(range(64))) == set()
     states.rename(100)
@@ -231,7 +231,7 @@ def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
 
 def test_a_state_has_no_name_of_before_other_modules_counted() -> None:
     """Bug: a layer's own forward that came back, once the layer had graphs again, was taken for none."""
-    states = States(1)
+    states = _C.States(1)
     begin(states, 7)
     states.rename(8)
     assert begin(states, 8) and states.current == 0 and states.of_call(7) == 1
@@ -241,7 +241,7 @@ def test_a_state_has_no_name_of_before_other_modules_counted() -> None:
 @pytest.mark.parametrize(("size", "run_alike"), [(1, True), (2, True), (2, False)])
 def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike: bool) -> None:
     """But ranks of other packs call in another order, and have to forget the same ones."""
-    states = States(size, run_alike=run_alike)
+    states = _C.States(size, run_alike=run_alike)
     begin(states, 7, 8, 9)
     assert states.of_call(7) == 0
     assert states.make_room({0, 1, 2}, most=2) == ({1} if run_alike else {0})
@@ -249,7 +249,7 @@ def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike:
 
 def test_states_that_are_forgotten_are_new_when_they_come_back() -> None:
     """Each rank forgets its own names of them, too, or what it remembers would grow for ever."""
-    states = States(1)
+    states = _C.States(1)
     for fingerprint in range(100):
         begin(states, fingerprint)
         states.forget_oldest(keep=set())
@@ -261,7 +261,7 @@ def test_states_that_are_forgotten_are_new_when_they_come_back() -> None:
 
 def test_states_that_alternate_keep_their_graphs_and_one_that_stays_gets_some() -> None:
     """Bug: the state of all later steps had none for ever, once its graphs had gone twice for others'."""
-    states, captured = States(1), set[int]()
+    states, captured = _C.States(1), set[int]()
 
     def captures(fingerprint: int) -> bool:
         """Whether a step in this state begins with a capture."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megagraph.decide.dispatch import StageSchedule
+from megagraph._C import StageSchedule
 
 MOST_STAGES, MOST_CHUNKS, MOST_MICRO_BATCHES = 8, 4, 64
 Pass = tuple[bool, int, int]  # whether it is a forward, chunk, micro-batch

@@ -18,8 +18,8 @@ from streams import seed_streams
 from torch import Tensor, nn
 
 import megagraph
+from megagraph._C import Capacity
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import seams

@@ -24,7 +24,7 @@ from torch import distributed
 import megagraph
 from benchmarks.subjects import pipelines
 from benchmarks.subjects.pipelines import BlockSpec, Cut, Others, PipelineTrainer, alone, engines_block_spec
-from megagraph.decide.dispatch import StageSchedule
+from megagraph._C import StageSchedule
 from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.parallel.model_parallel import schedule_of
 

@@ -11,7 +11,7 @@ from megatron_rig import CAPACITY, OPTIONS, Micro, ModelTrainer, Run, graph_conf
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
 
 MODES = ("off", "eager", "graph")

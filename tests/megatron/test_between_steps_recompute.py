@@ -19,7 +19,7 @@ from same_bits import assert_same_bits
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("recompute_on_cpu")

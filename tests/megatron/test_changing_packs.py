@@ -15,7 +15,7 @@ from megatron_rig import CAPACITY, LAYERS, Micro, Pair, Step, forward, grads
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.packs.ops import TailConvention
 

@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 from worlds import World, Worlds, on_ranks
 
 import megagraph
-from megagraph.decide.dispatch import PackForm, VariantKey
+from megagraph._C import PackForm, VariantKey
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.changes import Changes

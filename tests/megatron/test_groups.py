@@ -21,9 +21,9 @@ from torch import Tensor, distributed, nn
 from worlds import on_ranks
 
 import megagraph
+from megagraph._C import PackForm, VariantKey
 from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import PackForm, VariantKey
 from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of_pack

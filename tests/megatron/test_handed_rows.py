@@ -24,8 +24,8 @@ from torch import Tensor, distributed
 from worlds import on_ranks
 
 import megagraph
+from megagraph._C import Capacity
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import dispatcher

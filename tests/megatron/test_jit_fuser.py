@@ -12,7 +12,7 @@ from megatron_rig import LAYERS, OPTIONS, Micro, compare_runs, graph_config, ran
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megagraph
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
 
 FUSED = {"bias_dropout_fusion": True, "bias_activation_fusion": True}

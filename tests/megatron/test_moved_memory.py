@@ -15,7 +15,7 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
 
 

@@ -25,7 +25,7 @@ from megatron.core import num_microbatches_calculator, rerun_state_machine
 from torch.utils.data import DataLoader
 
 import megagraph
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -29,7 +29,7 @@ from same_bits import assert_same_bits
 from torch import Tensor
 from worlds import on_ranks
 
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 
 Steps = list[list[rig.Micro]]
 COUNT = 7 if rig.ON_GPU else 3  # of steps that have each of these shapes

@@ -25,9 +25,8 @@ from torch import Tensor, distributed
 from worlds import World, on_ranks
 
 import megagraph
-from megagraph._C import as_pack
+from megagraph._C import Capacity, PackShape, as_pack
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.parallel.context import ContextGroups

@@ -29,7 +29,7 @@ from same_bits import assert_same_bits
 
 import megagraph
 from benchmarks.subjects.pipelines import Cut, Others, alone
-from megagraph.decide.dispatch import StageSchedule
+from megagraph._C import StageSchedule
 from megagraph.demo.trainer import Trainer
 
 FULL = OPTIONS.max_tokens

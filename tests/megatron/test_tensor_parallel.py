@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from worlds import World, on_ranks
 
 import megagraph
-from megagraph.decide.dispatch import Capacity
+from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import parallel
 from megagraph.megatron.parallel.peers import Peers

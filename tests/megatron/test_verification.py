@@ -17,8 +17,8 @@ from streams import seed_streams
 from torch import Tensor, nn
 
 import megagraph
+from megagraph._C import Capacity
 from megagraph.bank.verify import verify
-from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.dispatcher import MicroBatch

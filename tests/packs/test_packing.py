@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megagraph import _C
+from megagraph._C import Capacity, PackForm, PackShape, VariantKey
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import VariantSpec
-from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
 from megagraph.packs.ops import TailConvention
 
 HIDDEN, EMPTY_DUMMY = TailConvention

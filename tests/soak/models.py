@@ -19,8 +19,8 @@ from state_changes import Probe
 from streams import seeded
 from torch import nn
 
+from megagraph._C import Capacity
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph._C import VariantKey
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log, warned
 from megagraph.megatron.graphs.dispatcher import Dispatcher

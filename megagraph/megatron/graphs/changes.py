@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megagraph import _C
-from megagraph.decide.dispatch import VariantKey
+from megagraph._C import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.captures import Captures

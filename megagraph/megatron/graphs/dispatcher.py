@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megagraph import _C
-from megagraph._C import MicroBatch
+from megagraph._C import Capacity, MicroBatch, VariantKey, capacities_for, needs_of
 from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, VariantKey, capacities_for, needs_of
 from megagraph.log import log
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import warm_up_of

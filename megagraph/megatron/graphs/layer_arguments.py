@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph._C import Constants, KeptState, MicroBatch, ReadTrace, are_equal, plain_tensors
-from megagraph.decide.dispatch import VariantKey
+from megagraph._C import Constants, KeptState, MicroBatch, ReadTrace, VariantKey, are_equal, plain_tensors
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph._C import VariantKey
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
 from megagraph.megatron.graphs.captures import Captures

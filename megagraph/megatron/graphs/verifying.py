@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megagraph._C import Capacity, PackShape, VariantKey
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import GroupGaveUp, Verdict
 from megagraph.bank.verify import Example, Verification, verify
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import MicroBatch

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Constants
+from megagraph._C import Constants, VariantKey
 from megagraph.bank.bank import Bank
-from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from megagraph.decide.dispatch import StageSchedule
+from megagraph._C import StageSchedule
 from megagraph.megatron.parallel.groups import groups_of_pack
 from megagraph.megatron.seams import GPT_FORWARD
 from megagraph.modules.experts import linear_map
