@@ -21,7 +21,6 @@ whoever makes a bank hands over `max_over_ranks`.
 """
 
 import contextlib
-import enum
 import functools
 import gc
 import pathlib
@@ -50,11 +49,11 @@ from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, as_tup
 from megagraph.decide.reasons import EagerReason
 
 __all__ = [
+    "GAVE_UP",
     "BankOptions",
     "CapturePlan",
     "GroupGaveUp",
     "MaxOverRanks",
-    "Verdict",
     "finish_backward",
     "gradient_edge",
     "swap_of",
@@ -65,12 +64,8 @@ __all__ = [
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
 
 
-class Verdict(enum.IntEnum):
-    """How one part of a capture went; the worst one counts for the group."""
-
-    FINE = 0
-    FAILED = 1
-    GAVE_UP = 2
+# What a rank says, where others say whether a part has failed, that has given the whole up.
+GAVE_UP = 2
 
 
 class GroupGaveUp(RuntimeError):
@@ -80,7 +75,7 @@ class GroupGaveUp(RuntimeError):
         super().__init__("another rank of the group gave this up")
 
 
-_PHASES = _FORWARD, _BACKWARD, _REST = "forward", "backward", "rest of the backward"
+_FORWARD, _BACKWARD, _REST = "forward", "backward", "rest of the backward"
 _STEP = 512  # bytes, in which torch's allocator counts
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 
@@ -104,12 +99,12 @@ class BankOptions:
     poison: bool = False  # fill boundaries of a freed slot with NaN (always on the CPU): who reads them shows
     annotate: bool = False  # name each replay for profilers, as a range of torch's and as an NVTX range
 
-    def worst_verdict(self, verdict: Verdict) -> Verdict:
-        """The worst verdict of the group on what every rank has just tried; raises where one has given up."""
-        worst = Verdict(self.max_over_ranks([verdict])[0])
-        if worst is Verdict.GAVE_UP:
+    def somewhere(self, here: bool) -> bool:
+        """Whether it is so of any rank's part, which all have just tried; raises where one has given up."""
+        (worst,) = self.max_over_ranks([int(here)])
+        if worst == GAVE_UP:
             raise GroupGaveUp
-        return worst
+        return bool(worst)
 
 
 def _line_of(error: BaseException) -> str:
@@ -217,10 +212,10 @@ class CapturePlan:
             raise
         except CaptureError as error:
             if error.reason is not EagerReason.GROUP_DISAGREED:  # the others have told this rank
-                self._options.worst_verdict(Verdict.FAILED)
+                self._options.somewhere(True)
             raise
         except Exception as error:
-            self._options.worst_verdict(Verdict.FAILED)
+            self._options.somewhere(True)
             last_op = "" if self._trace is None else self._trace.last_op
             detail = f"{phase} failed at {_line_of(error)}, last op {last_op or 'none'}: "
             raise self._error(
@@ -233,7 +228,7 @@ class CapturePlan:
 
     def _await_peers(self, index: int, phase: str) -> None:
         """Goes on where every rank of the group can."""
-        if self._options.worst_verdict(Verdict.FINE) is Verdict.FAILED:
+        if self._options.somewhere(False):
             detail = f"{phase} failed on another rank of the group"
             raise self._error(index, EagerReason.GROUP_DISAGREED, detail)
 

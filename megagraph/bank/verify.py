@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge
 from megagraph._C import Comparison, Difference, Finish, KeptState
 from megagraph.bank.backends import Lent
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import GroupGaveUp, Verdict, finish_backward, gradient_edge, swap_of
+from megagraph.bank.capture import GAVE_UP, GroupGaveUp, finish_backward, gradient_edge, swap_of
 from megagraph.bank.restore import KeptGradients, Results, written_by
 from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
@@ -83,7 +83,7 @@ class Verification:
 
     def __init__(self, bank: Bank, key: Any, example: Example) -> None:
         self._bank, self._key, self._example = bank, key, example
-        self._variant = bank.captured[bank.variants[key]]
+        self._variant, self._somewhere = bank.captured[bank.variants[key]], bank.options.somewhere
         self._flights: list[_Flight] = []
         self._arguments: Mapping[str, Any] = {}
         self.differences: list[Difference] = []  # of graphs and modules
@@ -143,9 +143,6 @@ class Verification:
         self.within_spread |= {found.index for found in chance}
         self.differences = [found for found in self.differences if found not in chance]
         return True
-
-    def _somewhere(self, here: bool) -> bool:
-        return self._bank.options.worst_verdict(Verdict(here)) is Verdict.FAILED
 
     def _in_valid_rows(self, output: Tensor) -> Tensor:
         valid, counts = self._example.valid_rows, (self._variant.spec.rows, self._example.hidden.shape[0])
@@ -260,7 +257,7 @@ class Verification:
         has_backward = kept is not None
         leaf, swap = flight.leaf.detach().requires_grad_(has_backward), swap_of(site, has_backward)
         self._bank.rng.restore(flight.before)
-        self._bank.options.worst_verdict(Verdict.FINE)  # a rank that got no further enters no collective
+        self._somewhere(False)  # a rank that got no further enters no collective
         try:
             with contextlib.nullcontext() if kept is None else kept.put_back_afterwards():
                 with lent(), swap, torch.set_grad_enabled(has_backward):
@@ -292,7 +289,7 @@ def verify(bank: Bank, key: Any, example: Example) -> Verification:
             times += 1
     except Exception as error:
         if not isinstance(error, GroupGaveUp | torch.OutOfMemoryError):
-            bank.options.max_over_ranks([Verdict.GAVE_UP])
+            bank.options.max_over_ranks([GAVE_UP])
         raise
     return verification
 

@@ -17,7 +17,7 @@ from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads
 from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
+from megagraph.bank.capture import GAVE_UP, BankOptions, GroupGaveUp
 from megagraph.bank.sites import EagerPart, SiteSpec
 from megagraph.bank.verify import Example, Verification, verify
 
@@ -253,10 +253,10 @@ def test_a_call_that_fails_on_one_rank_is_given_up_on_all(training: bool, error:
     is_broken = True
     with pytest.raises(error):
         verify(bank, "it", example("cpu"))
-    assert said == [*fine, *([Verdict.GAVE_UP] if error is ValueError else [])] and bank.all_free()
+    assert said == [*fine, *([GAVE_UP] if error is ValueError else [])] and bank.all_free()
     is_broken = False
     for place in range(num_exchanges):
-        elsewhere = iter([*[0] * place, Verdict.GAVE_UP])
+        elsewhere = iter([*[0] * place, GAVE_UP])
         with pytest.raises(GroupGaveUp):
             verify(bank, "it", example("cpu"))
         assert bank.all_free() and [param.grad for param in bank.specs[0].parameters()] == before

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph._C import VariantKey
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
+from megagraph.bank.capture import GAVE_UP, BankOptions, GroupGaveUp
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason, Why
@@ -123,7 +123,7 @@ class Captures:
         except Exception as error:
             if self._peers.size > 1 and isinstance(error, torch.OutOfMemoryError):  # in a verification
                 raise
-            self._peers.max_over_ranks([Verdict.GAVE_UP])
+            self._peers.max_over_ranks([GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", error, variants, EagerReason.CAPTURE_FAILED)
             return
         self.failures += [said for said in self.bank.take_failures() if said not in self.failures]
@@ -161,8 +161,7 @@ class Captures:
         while True:
             self.bank.capture(variants, self._progress)
             sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)
-            are_fine = self._peers.max_over_ranks([Verdict.FINE]) == [Verdict.FINE]
-            if not are_fine or not self._peers.agree_on(repr(sealed)):
+            if self._peers.max_over_ranks([0]) != [0] or not self._peers.agree_on(repr(sealed)):
                 raise GroupGaveUp
             failing: Mapping[int, Why] = {
                 error.index: (error.reason, error.detail) for error in self.bank.failures

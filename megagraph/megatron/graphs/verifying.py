@@ -12,7 +12,7 @@ from torch import Tensor
 from megagraph._C import Capacity, PackShape, VariantKey
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import GroupGaveUp, Verdict
+from megagraph.bank.capture import GroupGaveUp
 from megagraph.bank.verify import Example, Verification, verify
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason, Why
@@ -134,7 +134,7 @@ class Verifier:
     def _verify(self, bank: Bank, key: VariantKey) -> Verification | None:
         kept = self._example(key)
         can = key in bank.variants and kept is not None
-        if bank.options.worst_verdict(Verdict(not can)) is Verdict.FAILED or kept is None:
+        if bank.options.somewhere(not can) or kept is None:
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), _NO_EXAMPLE))
             return None
         start = time.perf_counter()
