@@ -136,10 +136,8 @@ class SiteSpec(_OfModule):
         module: nn.Module,
         forward: Callable[..., Outputs] = lambda module, hidden, **arguments: module(hidden, **arguments),
         # Names of the module's children that own the parameters and buffers that the call uses, where it is
-        # not all of the module. A hook of the module itself is bypassed then.
+        # not all of the module. Hooks of the module itself, and of what is between, are bypassed then.
         parts: Sequence[str] = (),
-        # Names of children between the module and its parts, whose own calls are bypassed as well.
-        bypassed: Sequence[str] = (),
         # Outputs, by index, that the EagerPart behind this site alone reads: their memory is used again by
         # what comes after. Whoever keeps one keeps the next site eager.
         transient: Collection[int] = (),
@@ -148,7 +146,8 @@ class SiteSpec(_OfModule):
     ) -> None:
         super().__init__(name=name, module=module, forward=forward)
         self._parts = tuple(parts)
-        self.bypassed = tuple(bypassed)
+        # Names of children between the module and its parts, whose own calls are bypassed as well.
+        self.bypassed = sorted({part.rpartition(".")[0] for part in parts} - {""})
         self.transient = frozenset(transient)
         self.state = state
         self.calls = 1  # as many one of this site counts as

@@ -254,8 +254,8 @@ UNREAD: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("what", UNREAD)
 def test_what_graphs_do_not_read_may_change(what: str) -> None:
-    owner = Owner()
-    watched = Watched(owner, parts=("inner",), bypassed=("norm",))
+    (owner := Owner()).norm.add_module("part", nn.Identity())
+    watched = Watched(owner, parts=("inner", "norm.part"))
     UNREAD[what](owner)
     assert watched.look() is None and watched.watch.has_memory(grad=True)
     owner.norm.register_forward_hook(lambda *_: None)

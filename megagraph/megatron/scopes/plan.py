@@ -274,7 +274,6 @@ class BlockPlan:
                 module=layer,
                 forward=self._alone(run),
                 parts=children,
-                bypassed=sorted({child.rpartition(".")[0] for child in children} - {""}),
                 transient=_transient(layer, parts[-1]) if parts else (),
                 **({"state": moe.read_by_routers} if routes else {}),
             )
