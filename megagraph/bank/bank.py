@@ -20,7 +20,7 @@ from megagraph.bank.backends import PassMemories, backend_for
 from megagraph.bank.capture import BankOptions, CapturePlan
 from megagraph.bank.restore import main_grad_of, written_by
 from megagraph.bank.rng import RngSources
-from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, Facing, SiteSpec, VariantSpec
+from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 
@@ -37,8 +37,8 @@ class Bank(_C.GraphBank):
     """Sites that run one after another, and all of their graphs.
 
     A plain module is called with the hidden states and the variant's arguments. Parts that stay eager may
-    stand anywhere. On the CPU the host backend stands in for graphs. With `facing` two slots share memory.
-    The figures of `former`, a bank of as many slots, go on.
+    stand anywhere. On the CPU the host backend stands in for graphs. The figures of `former`, a bank of as
+    many slots, go on.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class Bank(_C.GraphBank):
         device: torch.device | str,
         *,
         num_slots: int = 1,
-        facing: Facing | None = None,
         options: BankOptions = _DEFAULT,
         former: "Bank | None" = None,
     ) -> None:
@@ -73,25 +72,23 @@ class Bank(_C.GraphBank):
         # Whether the tracker draws from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
         self.backend = backend_for(device, self.rng.generators)
-        slots, sites = range(num_slots), range(len(self.specs))
+        slots, sites, facing = range(num_slots), range(len(self.specs)), options.facing
         # Of each slot the pool of what its forwards keep, by site, and that of what passes hand over. Of
         # everything else it has one.
-        blocks = [[facing.block(slot, site) for site in sites] for slot in slots] if facing else []
-        pool_of = {block: num_slots + at for at, block in enumerate(sorted({*itertools.chain(*blocks)}))}
-        self._kept_in = [[pool_of[block] for block in of_slot] for of_slot in blocks] or [
+        pool_of = {part: num_slots + at for at, part in enumerate(sorted({*itertools.chain(*facing)}))}
+        self._kept_in = [[pool_of[part] for part in of_slot] for of_slot in facing] or [
             [slot] * len(sites) for slot in slots
         ]
         num_pools = num_slots + len(pool_of)
-        shares = facing is not None and facing.share_given_back
-        self._given_back = [num_pools] * num_slots if shares else [*slots]
-        holds = self.backend.add_pools(num_pools + shares)
+        self._given_back = [num_pools] * num_slots if options.share_given_back else [*slots]
+        holds = self.backend.add_pools(num_pools + options.share_given_back)
         pools_of = [{slot, self._given_back[slot], *self._kept_in[slot]} for slot in slots]
         super().__init__(
             self.backend.device,
             len(self.specs),
             num_slots=num_slots,
             pools=[[holds[at] for at in its] for its in pools_of] if holds else [],
-            facing=facing.opposite() if facing else [],
+            facing=[[it for it in sites if facing[1][it] == part] for part in facing[0]] if facing else [],
             poison=options.poison or device.type == "cpu",
             run_eager_alike=options.run_eager_alike,
         )

@@ -96,6 +96,11 @@ class BankOptions:
     guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # Names of attributes that calls may change: graphs do not, and the caller answers for that.
     left_out: Collection[str] = ()
+    # Where two slots share memory: the part of it, by slot and site, for what a forward keeps. If they also
+    # share what is given back, a pass of the one comes only once everybody who was handed something by the
+    # other's is done, on any stream. csrc/bank/replay/slot_ring.h, Note [Facing slots].
+    facing: Sequence[Sequence[int]] = ()
+    share_given_back: bool = False
     poison: bool = False  # fill boundaries of a freed slot with NaN (always on the CPU): who reads them shows
     annotate: bool = False  # name each replay for profilers, as a range of torch's and as an NVTX range
 

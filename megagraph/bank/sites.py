@@ -29,7 +29,6 @@ __all__ = [
     "CaptureError",
     "CapturedVariant",
     "EagerPart",
-    "Facing",
     "Finish",
     "JoinedSites",
     "Outputs",
@@ -228,28 +227,6 @@ class JoinedSites(SiteSpec):
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         return [(site.within(name), root) for site in self._sites for name, root in site.roots()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facing:
-    """Which memory two slots share: csrc/bank/replay/slot_ring.h, Note [Facing slots].
-
-    `layers` says of each site which layer it is of, from 0 to `num_layers - 1`. If they `share_given_back`, a
-    pass of the one comes only once everybody who was handed something by the other's is done, on any stream.
-    """
-
-    layers: Sequence[int]
-    num_layers: int
-    share_given_back: bool = False
-
-    def block(self, slot: int, site: int) -> int:
-        """The memory for what the forward of a site keeps in a slot, by number."""
-        return self.num_layers - self.layers[site] if slot else self.layers[site]
-
-    def opposite(self) -> list[list[int]]:
-        """By site: those whose memory in the other slot is the same."""
-        sites = range(len(self.layers))
-        return [[other for other in sites if self.block(1, other) == self.block(0, site)] for site in sites]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions
-from megagraph.bank.sites import CapturedVariant, EagerPart, Facing, SiteSpec, VariantSpec
+from megagraph.bank.sites import CapturedVariant, EagerPart, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 WIDTH = 8
@@ -72,12 +72,9 @@ class RunningBank(Bank):
         return given
 
 
-def new_bank(
-    modules: Sequence[Step], device: str, *, num_slots: int = 1, facing: Facing | None = None, **options: Any
-) -> RunningBank:
+def new_bank(modules: Sequence[Step], device: str, *, num_slots: int = 1, **options: Any) -> RunningBank:
     """A bank that poisons freed slots, and that ends with its test."""
-    how = BankOptions(poison=True, **options)
-    bank = RunningBank(modules, device, num_slots=num_slots, facing=facing, options=how)
+    bank = RunningBank(modules, device, num_slots=num_slots, options=BankOptions(poison=True, **options))
     _banks.add(bank)
     return bank
 

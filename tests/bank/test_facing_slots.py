@@ -5,7 +5,6 @@ On a GPU they do share it. On the CPU, where each has its own, what one would wr
 """
 
 import contextlib
-import dataclasses
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from bank_pair import Block, Pair, new_bank, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.bank.sites import EagerPart, Facing, SiteSpec
+from megagraph.bank.sites import EagerPart, SiteSpec
 
 MANY_ROWS, COPIES = 1 << 14, 4
 
@@ -50,9 +49,9 @@ class FacingPair(Pair):
 
     def __init__(self, device: str, num_layers: int, graphed: Sequence[int], **options: Any) -> None:
         self.num_layers, self.graphed = num_layers, list(graphed)
-        self.facing = Facing(layers=self.graphed, num_layers=num_layers, share_given_back=True)
         layers = [Layer() for _ in range(num_layers)]
-        options |= {"num_slots": 2, "facing": self.facing, "main_grad": True}
+        facing = [self.graphed, [num_layers - index for index in self.graphed]]
+        options |= {"num_slots": 2, "facing": facing, "share_given_back": True, "main_grad": True}
         super().__init__(device, layers, steps=self._steps, **options)
         self.capture()
 
@@ -262,21 +261,10 @@ def test_variants_of_both_slots_face_each_other(device: str) -> None:
     pair.check_state()
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 5, 8])
-def test_the_layers_of_two_slots_take_the_memory_of_one_slot_and_one_layer(num_layers: int) -> None:
-    facing = Facing(layers=range(num_layers), num_layers=num_layers)
-    blocks = {(slot, site): facing.block(slot, site) for slot in (0, 1) for site in range(num_layers)}
-    assert {*blocks.values()} == {*range(num_layers + 1)}
-    for site, others in enumerate(facing.opposite()):
-        assert others == [it for it in range(num_layers) if blocks[1, it] == blocks[0, site]]
-        assert others == [it for it in range(num_layers) if blocks[0, it] == blocks[1, site]]
-    assert len({blocks[0, site] for site in range(num_layers)}) == num_layers
-
-
 def test_slots_that_face_each_other_are_two(device: str) -> None:
     layers = [Layer().to(device)]
     with pytest.raises(ValueError, match="two slots face each other"):
-        new_bank(with_gaps(layers), device, num_slots=3, facing=Facing(layers=[0], num_layers=1))
+        new_bank(with_gaps(layers), device, num_slots=3, facing=[[0], [1], [1]])
 
 
 @pytest.mark.gpu
@@ -292,10 +280,9 @@ def test_facing_slots_take_less_memory_than_others() -> None:
         return held
 
     one, two = pool_bytes(num_slots=1), pool_bytes(num_slots=2)
-    facing: dict[str, Any] = {"num_slots": 2, "facing": Facing(layers=range(4), num_layers=4)}
+    facing: dict[str, Any] = {"num_slots": 2, "facing": [[0, 1, 2, 3], [4, 3, 2, 1]]}
     less, kept = pool_bytes(**facing), pool_bytes((), **facing)
-    shared = {**facing, "facing": dataclasses.replace(facing["facing"], share_given_back=True)}
-    assert less - pool_bytes(**shared) >= MANY_ROWS * 256 * COPIES * 4  # the copies of one of both slots
+    copies = MANY_ROWS * 256 * COPIES * 4  # of one of both slots
+    assert less - pool_bytes(**facing, share_given_back=True) >= copies
     assert less < 0.8 * two, f"{less} bytes of facing slots, {two} of two, {one} of one"
-    copies = MANY_ROWS * 256 * COPIES * 4
     assert kept - less >= 2 * copies, f"{kept} bytes if copies are kept, {less} if not"

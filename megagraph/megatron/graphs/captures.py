@@ -69,21 +69,23 @@ class Captures:
         layers = self.layers
         self.watch = layers.new_watch(stay_eager)
         self._param_syncs = ParamSyncs(layers.ddp(), layers.specs)
+        slots, schedule = slots_of(layers.model, self._config.cuda_graph_slots), schedule_of(layers.model)
+        # Two share memory if a forward runs beside the backward of the same chunk.
+        do_face = schedule.stages == 1 and slots == 2 and schedule.has_expert_overlap
+        facing, share_given_back = layers.plan.facing() if do_face else ((), False)
         options = BankOptions(
             max_over_ranks=self._peers.max_over_ranks,
             run_eager_alike=self._peers.run_eager_alike if self._peers.size > 1 else None,
             tracker=RNG_TRACKER.function(),
             guard=capturing,
             left_out=IGNORED_ATTRIBUTES,
+            facing=facing,
+            share_given_back=share_given_back,
             poison=self._config.poison,
             annotate=self._config.cuda_graph_nvtx,
         )
-        slots, schedule = slots_of(layers.model, self._config.cuda_graph_slots), schedule_of(layers.model)
-        # Two share memory if a forward runs beside the backward of the same chunk.
-        do_face = schedule.stages == 1 and slots == 2 and schedule.has_expert_overlap
-        facing = layers.plan.facing() if do_face else None
         steps = [step.step for step in layers.plan.steps]
-        self.bank = Bank(steps, self.device, num_slots=slots, facing=facing, options=options, former=former)
+        self.bank = Bank(steps, self.device, num_slots=slots, options=options, former=former)
         self._dispatch()
 
     def _dispatch(self) -> None:

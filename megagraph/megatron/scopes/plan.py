@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.sites import EagerPart, Facing, Finish, JoinedSites, Outputs, SiteSpec
+from megagraph.bank.sites import EagerPart, Finish, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron import seams
 from megagraph.megatron.scopes import moe
@@ -111,12 +111,15 @@ class BlockPlan:
         """The sites among the steps."""
         return [step.step for step in self.steps if isinstance(step.step, SiteSpec)]
 
-    def facing(self) -> Facing:
-        """How two slots face each other where a schedule runs through the block both ways at once."""
+    def facing(self) -> tuple[Sequence[Sequence[int]], bool]:
+        """Which memory two slots share where a schedule runs through the block both ways at once.
+
+        By slot and site, and whether they share what is given back, as a bank takes it.
+        """
         layers = [step.layer for step in self.steps if step.site is not None]
         # No pass waits for what a dense layer's neighbour dispatches, if attention's backward comes sooner.
         have_experts = all(experts_of(layer) is not None for layer in self.layers())
-        return Facing(layers=layers, num_layers=len(self._layers), share_given_back=have_experts)
+        return [layers, [len(self._layers) - layer for layer in layers]], have_experts
 
     @property
     def why_eager(self) -> Why | None:
