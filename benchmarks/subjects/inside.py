@@ -22,7 +22,7 @@ from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.packs.rope import RotaryTables
+from megagraph.packs.ops import RotaryTables
 
 _SOURCE = """
 typedef int (*Launch)(void *, void *);

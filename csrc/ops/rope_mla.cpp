@@ -5,7 +5,7 @@
 // input, half a rotary part apart in the output. The whole physical buffer is defined: rows of the
 // tail are zero, rotary part or not, in every result and in every gradient.
 //
-// Neither op has a derivative of its own: packs/rope.py joins the two.
+// Neither op has a derivative of its own: packs/ops.py joins the two.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -216,8 +216,8 @@ std::vector<at::Tensor> rope_mla_autograd(const MaybeTensor& q, const MaybeTenso
                                           int64_t cp_size, int64_t cp_rank) {
   for (const MaybeTensor* t : {&q, &kv, &k_pe}) {
     TORCH_CHECK(!(at::GradMode::is_enabled() && t->has_value() && (*t)->requires_grad()),
-                "rope_mla_ writes in place and has no derivative: use packs.rope for tensors "
-                "that require grad");
+                "rope_mla_ writes in place and has no derivative: use packs.ops.rope_mla for "
+                "tensors that require grad");
   }
   static const auto op =
       c10::Dispatcher::singleton()

@@ -18,8 +18,7 @@ from megagraph.megatron.patch.inside_layers import (
     wrap_mla_rope,
     wrap_rope,
 )
-from megagraph.packs.ops import RopeLayout
-from megagraph.packs.rope import RotaryTables, rope_mla
+from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla
 
 NAN = float("nan")
 ENDS, TOKENS, HEADS, WIDTH = (0, 4, 10), 12, 2, 8  # two rows past the last offset

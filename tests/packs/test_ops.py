@@ -18,8 +18,7 @@ from torch.autograd import forward_ad
 
 from megagraph import _C as _C  # registers the ops
 from megagraph.packs import ops
-from megagraph.packs.ops import thd_partition_indices
-from megagraph.packs.rope import rope_mla
+from megagraph.packs.ops import rope_mla, thd_partition_indices
 
 CORE = torch.ops.megagraph
 zero_tail = CORE.zero_tail

@@ -11,8 +11,8 @@ from rope_cases import frequencies, tables
 from same_bits import assert_same_bits
 from torch import Tensor
 
+from megagraph.packs.ops import rope_mla as rotate
 from megagraph.packs.ops import rope_thd
-from megagraph.packs.rope import rope_mla as rotate
 
 MSCALE = 1.2079
 # heads, content, rotary and value dimensions

@@ -16,8 +16,7 @@ from rope_cases import frequencies, layouts, tables
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.packs.ops import RopeLayout, rope_thd
-from megagraph.packs.rope import RotaryTables
+from megagraph.packs.ops import RopeLayout, RotaryTables, rope_thd
 
 # Of a head, and how many of them are rotated.
 HEAD_DIMS = [(8, 8), (16, 8), (64, 32), (12, 6), (6, 2), (16, 16), (64, 64), (128, 128), (256, 256)]

@@ -31,7 +31,7 @@ def decide(
     given: dict[str, Any],
     params: Any,  # the pack, with the ranks that share it
     tokens: int,
-    against: EagerReason | None = None,  # that was found already
+    against: EagerReason | None,  # that was found already
 ) -> MicroBatch | EagerReason:
     """Decides on the micro-batch that a model is `given`; captures first, if that is due inside of a step.
 

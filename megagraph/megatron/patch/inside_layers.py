@@ -25,8 +25,7 @@ from torch import Tensor, distributed
 from megagraph._C import is_by_token, is_canonical, with_tail_as_document
 from megagraph.megatron.seams import MLA_QUERY_ROPE, Seam, is_megatrons_rope
 from megagraph.modules.experts import linear_map
-from megagraph.packs.ops import RopeLayout
-from megagraph.packs.rope import RotaryTables, rope_mla
+from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla
 
 __all__ = [
     *("wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_mla_rope", "wrap_rope"),
