@@ -478,7 +478,7 @@ def finish_backward(site: SiteSpec, swap: _C.AccumulatorSwap, options: BankOptio
     """
     if site.finish is not None:
         with options.guard():
-            site.finish.run(site.module)
+            site.finish(site.module)
         swap.take_left_grads()
 
 

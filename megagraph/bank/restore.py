@@ -8,6 +8,7 @@ csrc/watch/plain_attributes.h, Note [Plain attributes], says what becomes of att
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class KeptGradients:
     """
 
     def __init__(self, sites: Sequence[SiteSpec], work_runs: bool = True) -> None:
-        self._delayed = [(site.finish, site.module) for site in sites if site.finish is not None]
+        self._forget = [partial(site.forget, site.module) for site in sites]
         self._params = [named for site in sites for named in site.trainable()]
         main_grads = (main_grad_of(param) for _name, param in self._params if work_runs)
         # Hosts free them outside of training; work without a backward pass does not touch them. Most often
@@ -109,8 +110,8 @@ class KeptGradients:
         try:
             yield
         finally:
-            for finish, module in self._delayed:
-                finish.forget(module)
+            for forget in self._forget:
+                forget()
             with torch.no_grad():
                 for main_grad, before in self._before:
                     _ = main_grad.zero_() if before is None else main_grad.copy_(before)

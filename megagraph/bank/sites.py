@@ -29,7 +29,6 @@ __all__ = [
     "CaptureError",
     "CapturedVariant",
     "EagerPart",
-    "Finish",
     "JoinedSites",
     "Outputs",
     "Saves",
@@ -111,16 +110,6 @@ class EagerPart(_OfModule):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finish:
-    """What a site's backward leaves to be done later, once: csrc/bank/replay/finish.h, Note [Third pass]."""
-
-    # Adds to `main_grad`, or leaves in `.grad`, the gradients that are missing. Called with the module.
-    run: Callable[[Any], None]
-    # Lets go of what these were to be made of, if anything: a call has failed.
-    forget: Callable[[Any], None]
-
-
 class SiteSpec(_OfModule):
     """One call to graph, of a module or of parts of it.
 
@@ -150,7 +139,11 @@ class SiteSpec(_OfModule):
         self.transient = frozenset(transient)
         self.state = state
         self.calls = 1  # as many one of this site counts as
-        self.finish: Finish | None = None  # of parameters with main_grad
+        # Does what its backward leaves to be done later, once: adds to `main_grad`, or leaves in `.grad`, the
+        # gradients that are missing (csrc/bank/replay/finish.h, Note [Third pass]). And lets go of what these
+        # were to be made of, if anything: a call has failed.
+        self.finish: Callable[[Any], None] | None = None
+        self.forget: Callable[[Any], None] = lambda module: None
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The module, and those within that the call uses, by name."""

@@ -16,7 +16,7 @@ from delayed_linear import DelayedLinear, accumulates, capturing
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.bank.sites import Finish, SiteSpec
+from megagraph.bank.sites import SiteSpec
 from megagraph.bank.verify import Example, verify
 from megagraph.decide.reasons import EagerReason
 
@@ -86,7 +86,7 @@ class DelayedPair(Pair):
         )
         for site in self.bank.specs:
             if isinstance(site.module, DelayedBlock):
-                site.finish = Finish(run=DelayedBlock.backward_dw, forget=DelayedBlock.forget)
+                site.finish, site.forget = DelayedBlock.backward_dw, DelayedBlock.forget
         for linear in (*self.linears(self.layers), *self.linears(self.eager_layers)):
             linear.register_wgrad_accumulation_and_reduce_hooks(accumulates(linear.weight))
         self.capture()
@@ -354,6 +354,6 @@ def test_verification_finds_a_product_that_is_another_one(device: str) -> None:
         if device == "cuda" or next(calls):  # the host runs the graph's first
             layer.up.weight.grad.mul_(2)
 
-    site.finish = Finish(run=doubled, forget=DelayedBlock.forget)
+    site.finish = doubled
     found = verify(pair.bank, "train", Example(hidden=pair.input(), grad=pair.input()))
     assert {(it.index, it.tensor) for it in found.differences} == {(1, "gradient of up.weight")}

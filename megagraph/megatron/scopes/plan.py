@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.sites import EagerPart, Finish, JoinedSites, Outputs, SiteSpec
+from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron import seams
 from megagraph.megatron.scopes import moe
@@ -290,7 +290,7 @@ class BlockPlan:
             )
         )
         if isinstance(step, SiteSpec) and _is_planned(layer) and delaying(step.modules()):
-            step.finish = Finish(run=self.steps[-1].run_late, forget=forget_delayed)
+            step.finish, step.forget = self.steps[-1].run_late, forget_delayed
 
     def _alone(self, run: Run) -> Callable[..., Any]:
         """Runs a step as in its block."""
