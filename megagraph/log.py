@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["about", "let_speak", "log", "rank", "subject", "warned"]
+__all__ = ["about", "let_speak", "log", "rank", "subject"]
 
 # The model whose turn it is, for the log; `about()` sets it.
 subject: ContextVar[str] = ContextVar("megagraph_subject", default="")
@@ -66,9 +66,3 @@ class _RankLog(logging.LoggerAdapter):  # type: ignore[type-arg]  # takes none a
 
 
 log = _RankLog(logging.getLogger("megagraph"), {})
-
-
-def warned(sentence: str) -> str:
-    """Logs a sentence as a warning. Returns it, for the report."""
-    log.warning(sentence)
-    return sentence

@@ -19,7 +19,7 @@ from megagraph.bank.capture import GAVE_UP, BankOptions, GroupGaveUp
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason, Why
-from megagraph.log import log, warned
+from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
 from megagraph.megatron.graphs.layers import BlockLayers
@@ -224,14 +224,15 @@ class Captures:
     def note(self, sentence: str) -> None:
         """Says what stays eager, and reports it; once, as banks come and go."""
         if sentence not in self.failures:
-            self.failures.append(warned(sentence))
+            log.warning(sentence)
+            self.failures.append(sentence)
 
     def forget_unfinished(self) -> None:
         """Where a step has raised: nobody will ask for what its backwards have left."""
         self.bank.take_unfinished()
         for spec in self.bank.specs:
-            if spec.finish is not None and not spec.is_gone:
-                spec.finish.forget(spec.module)
+            if not spec.is_gone:
+                spec.forget(spec.module)
 
     def _abandon(
         self, why: str, error: Exception | None, variants: Iterable[VariantSpec], reason: EagerReason
