@@ -72,6 +72,7 @@ class Bank(_C.GraphBank):
         # Whether the tracker draws from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
         self.backend = backend_for(device, self.rng.generators)
+        self.pool_bytes = self.backend.pool_bytes  # device memory that the graphs' pools hold
         slots, sites, facing = range(num_slots), range(len(self.specs)), options.facing
         # Of each slot the pool of what its forwards keep, by site, and that of what passes hand over. Of
         # everything else it has one.
@@ -319,9 +320,3 @@ class Bank(_C.GraphBank):
         finally:
             if reason is None:
                 self.end()
-
-    # -- figures ---------------------------------------------------------------------------------
-
-    def pool_bytes(self) -> int:
-        """Device memory that the graphs' pools hold."""
-        return self.backend.pool_bytes()
