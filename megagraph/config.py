@@ -239,12 +239,7 @@ class GraphConfig:
         if rows * largest >= 2**31:
             raise ValueError(f"cp_sizes: expected packs of less than 2**31 tokens, got {largest} x {rows}")
         for capacity in self.all_capacities(largest):
-            whole, longest = capacity.tokens * largest, capacity.max_seqlen
-            if self.tail is not TailConvention.HIDDEN and longest < whole:
-                raise ValueError(
-                    f"tail: {self.tail.value!r} makes a document as long as the tail, which needs a "
-                    f"max_seqlen of {whole}, got {longest}"
-                )
+            self.tail.check(capacity, largest)
 
     def all_capacities(self, cp_size: int = 1) -> tuple[Capacity, ...]:
         """The capacities of packs that ranks share, smallest first; empty if they are to be learned."""

@@ -53,6 +53,15 @@ class TailConvention(enum.Enum):
     def __init__(self, name: str) -> None:
         self.extra_seqs = int(name == "empty-dummy")  # documents that the convention adds
 
+    def check(self, capacity: _C.Capacity, cp_size: int) -> None:
+        """Raises `ValueError` if a capacity of packs that so many ranks share has no room for such a tail."""
+        whole, longest = capacity.tokens * cp_size, capacity.max_seqlen
+        if self is not TailConvention.HIDDEN and longest < whole:
+            raise ValueError(
+                f"tail: {self.value!r} makes a document as long as the tail, which needs a max_seqlen of "
+                f"{whole}, got {longest}"
+            )
+
 
 def thd_partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
     """List the physical rows that one context-parallel rank holds, int32 [total_tokens / cp_size].

@@ -25,7 +25,6 @@ from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import warm_up_of
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.packs.ops import TailConvention
 
 __all__ = ["Dispatcher", "MicroBatch"]
 
@@ -113,17 +112,12 @@ class Dispatcher(_C.Dispatcher):
         for cp_size, capacities in self.by_cp_size.items():
             for capacity in capacities:
                 rows(capacity.tokens)
-                whole, longest = capacity.tokens * cp_size, capacity.max_seqlen
                 if cp_size > 1 and capacity.tokens % 2:
                     raise ValueError(
                         f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
                         f"ranks share, got {capacity.tokens}"
                     )
-                if self._tail is not TailConvention.HIDDEN and longest < whole:
-                    raise ValueError(
-                        f"tail: {self._tail.value!r} makes a document as long as the tail, which needs a "
-                        f"max_seqlen of {whole}, got {longest}"
-                    )
+                self._tail.check(capacity, cp_size)
 
     def needs(self) -> list[int]:
         """Of the packs that were observed, and of those to come: as `needs_of()`, or as the schedule says."""
