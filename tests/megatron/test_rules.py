@@ -22,9 +22,8 @@ from test_docs import read, rows_of
 import megagraph
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import gpt_model, transformer_config
-from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
-from megagraph.megatron.scopes import rules
-from megagraph.megatron.scopes.rules import broken_rule, legal_scopes
+from megagraph.megatron.graphs import refusals
+from megagraph.megatron.graphs.refusals import broken_rule, legal_scopes, refusal_of, scopes_of
 
 pytestmark = pytest.mark.both
 
@@ -156,7 +155,7 @@ def test_every_rule_has_a_case_and_a_row_of_the_page() -> None:
         f"R{number}" for number in range(1, 22)
     )
     assert kept.pop("R13") == "the experts"  # which are not named then
-    assert {*re.findall(r'"([RM]\d+)"', inspect.getsource(rules))} == kept.keys()
+    assert {*re.findall(r'"([RM]\d+)"', inspect.getsource(refusals))} == kept.keys()
     of_cases = [name for name in kept if name not in ("M2", "M3", "M4")]
     assert list(dict.fromkeys(case.rule for case in CASES)) == of_cases
     assert kept == {**dict.fromkeys(kept, "the model"), "R14": "the model (`RECOMPUTING`)"}
