@@ -109,7 +109,7 @@ class Replays:
 
     def decided(self) -> Any:
         """A micro-batch: a pack of the largest capacity, read and decided on as a model's forward does."""
-        return self._graphs.dispatcher.enter(self._params, self._tokens, None, True, False, True, True)
+        return self._graphs.dispatcher.enter(self._params, self._tokens, None, True, True, True)
 
     def begun(self, batch: Any) -> Any:
         """Begins a micro-batch as its block's forward does. Raises `RuntimeError` where it cannot replay."""

@@ -93,7 +93,6 @@ void bind_dispatch(py::module_& m) {
            py::arg("weighs_losses"))
       .def("show", &RankPlaces::show, py::arg("group"), py::arg("size"), py::arg("times"),
            py::kw_only(), py::arg("leaves_metrics"));
-  m.def("require_rows", &require_rows, py::arg("rows"), py::arg("tokens"), py::arg("reason"));
   m.def("as_pack", &as_pack, py::arg("params"), py::arg("ids"), py::arg("hidden_states"));
   m.def("are_equal", &are_equal, py::arg("one"), py::arg("other"));
   // Local to this module are those that each micro-batch asks for: pybind11 looks there first.
@@ -192,8 +191,14 @@ void bind_dispatch(py::module_& m) {
       .def("eager_reason", &Dispatcher::eager_reason, py::arg("params"), py::arg("tokens"),
            py::arg("is_settled"))
       .def("enter", &Dispatcher::enter, py::arg("params"), py::arg("tokens"), py::arg("mask"),
-           py::arg("is_mask_shared"), py::arg("is_skipped"), py::arg("are_megatrons"),
-           py::arg("is_settled"))
+           py::arg("is_mask_shared"), py::arg("are_megatrons"), py::arg("is_settled"))
+      .def("require_rows", &Dispatcher::require_rows, py::arg("tokens"), py::arg("reason"))
+      .def("take", &Dispatcher::take, py::arg("batch"), py::arg("hidden_states"), py::arg("table"),
+           py::arg("mask"))
+      .def("run_as_given", &Dispatcher::run_as_given, py::arg("batch"), py::arg("hidden_states"),
+           py::arg("table"))
+      .def("turn_eager", &Dispatcher::turn_eager, py::arg("batch"), py::arg("hidden_states"),
+           py::arg("table"), py::arg("mask"))
       .def("begin", &Dispatcher::begin, py::arg("batch"))
       .def("end", &Dispatcher::end, py::arg("batch"))
       .def("count_eager", &Dispatcher::count_eager, py::arg("reason"))

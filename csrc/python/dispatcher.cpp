@@ -18,6 +18,7 @@
 #include "csrc/torch/nodes.h"
 #include "csrc/torch/numerics.h"
 #include "csrc/torch/python_tensors.h"
+#include "csrc/torch/thread_state.h"
 
 namespace py = pybind11;
 
@@ -142,8 +143,7 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
 std::optional<EagerReason> Dispatcher::eager_reason(const py::object& params, int64_t tokens,
                                                     bool is_settled) const {
   if (!options_.run_alike) return EagerReason::kGroupDisagreed;  // others may call it less often
-  const auto known = capacities_.find(options_.cp_size);
-  const bool is_learning = known == capacities_.end() || known->second.empty();
+  const bool is_learning = known().empty();
   // Another rank may be able to read its pack, and ask this one before its step what it has
   // learned.
   const bool asks_others = options_.ranks > 1 || rules_->needs_equal_rows;
@@ -158,8 +158,7 @@ std::optional<EagerReason> Dispatcher::eager_reason_of_step(bool is_skipped, boo
 }
 
 py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py::object& mask,
-                             bool is_mask_shared, bool is_skipped, bool are_megatrons,
-                             bool is_settled) {
+                             bool is_mask_shared, bool are_megatrons, bool is_settled) {
   if (counts_packs_) observe(params, tokens);
   const Found found = find(params, tokens);
   if (found.against) return python_reason(found.against);
@@ -185,6 +184,7 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   }
   if (!found.misfit && !is_inference) due_.note(kind);
   const VariantKey key = kind.of_capacity(found.capacity);
+  const bool is_skipped = megagraph::is_skipped();
   auto reason = found.misfit ? found.misfit : eager_reason_of_step(is_skipped, kind.grad);
   // All of these are on canonical packs; but of several ranks one alone may skip graphs.
   const bool is_reference =
@@ -211,9 +211,39 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   return py::cast(std::move(batch));
 }
 
+void Dispatcher::require_rows(int64_t tokens, EagerReason reason) const {
+  if (!rules_->needs_equal_rows || known().empty()) return;
+  megagraph::require_rows(known()[0].tokens, tokens, reason);
+}
+
+bool Dispatcher::take(MicroBatch& batch, const py::object& hidden_states, const py::object& table,
+                      const py::object& mask) {
+  if (batch.take_mask(mask, hidden_states) && batch.take_freqs(table)) return true;
+  run_as_given(batch, hidden_states, table);
+  return false;
+}
+
+void Dispatcher::run_as_given(MicroBatch& batch, const py::object& hidden_states,
+                              const py::object& table) {
+  leave_graphs(batch);
+  batch.run_as_given(batch.is_own(table, hidden_states));
+  count_eager(*batch.reason());
+}
+
+void Dispatcher::turn_eager(MicroBatch& batch, const py::object& hidden_states,
+                            const py::object& table, std::optional<at::Tensor> mask) {
+  batch.replace_mask(std::move(mask));
+  leave_graphs(batch);
+  if (!batch.is_own(table, hidden_states)) batch.run_as_given(/*is_own_table=*/false);
+}
+
+void Dispatcher::leave_graphs(MicroBatch& batch) const {
+  batch.set_reason(EagerReason::kSignatureChanged);
+  bank_->run_eager_alike(variant_of(batch.key()), /*site=*/-1, EagerReason::kSignatureChanged);
+}
+
 std::optional<int> Dispatcher::begin(MicroBatch& batch) {
-  const auto known = variants_.find(batch.key());
-  const int variant = known == variants_.end() ? -1 : known->second;
+  const int variant = variant_of(batch.key());
   if (!batch.reason() && variant >= 0) {
     batch.set_reason(
         begin_micro_batch(*bank_, variant, batch.sources(), watch_->have_other_grads()));
@@ -271,6 +301,17 @@ EagerReason Dispatcher::explain(const VariantKey& kind, EagerReason reason) {
     if (!others.empty()) reason = states_.eager_reason(kind.state, others);
   }
   return reason;
+}
+
+const std::vector<Capacity>& Dispatcher::known() const {
+  static const std::vector<Capacity> none;
+  const auto of_size = capacities_.find(options_.cp_size);
+  return of_size == capacities_.end() ? none : of_size->second;
+}
+
+int Dispatcher::variant_of(const VariantKey& key) const {
+  const auto known = variants_.find(key);
+  return known == variants_.end() ? -1 : known->second;
 }
 
 void Dispatcher::count(const MicroBatch& batch) { ++counts_[batch.key().cp_size][batch.reason()]; }

@@ -120,12 +120,23 @@ class Dispatcher {
   // A `MicroBatch`, to be padded to its capacity, or the reason why it runs as it was given. Its
   // key has no capacity while these are to be learned, and it runs as it was given, too. `mask`:
   // the padding mask that the model was given, or None; `is_mask_shared`: layers get as many of its
-  // rows as they have of hidden states. `is_skipped`: graphs are off for this step.
-  // `are_megatrons`: the model and its block are entered in Megatron's forwards. `is_settled`: how
-  // they are entered is known; until then nothing is noted.
+  // rows as they have of hidden states. `are_megatrons`: the model and its block are entered in
+  // Megatron's forwards. `is_settled`: how they are entered is known; until then nothing is noted.
   pybind11::object enter(const pybind11::object& params, int64_t tokens,
-                         const pybind11::object& mask, bool is_mask_shared, bool is_skipped,
-                         bool are_megatrons, bool is_settled);
+                         const pybind11::object& mask, bool is_mask_shared, bool are_megatrons,
+                         bool is_settled);
+  // Before a pack of `tokens` rows runs as it was given: raises RuntimeError where ranks of other
+  // packs run others.
+  void require_rows(int64_t tokens, EagerReason reason) const;
+  // Takes what a block was given beside hidden states: a rotary table, and the padding mask of
+  // Megatron's. False where a micro-batch's variant takes others: it runs as given, and is counted.
+  bool take(MicroBatch& batch, const pybind11::object& hidden_states, const pybind11::object& table,
+            const pybind11::object& mask);
+  void run_as_given(MicroBatch& batch, const pybind11::object& hidden_states,
+                    const pybind11::object& table);
+  // Has one run eager that has leased a slot, and whose layers are called with something else.
+  void turn_eager(MicroBatch& batch, const pybind11::object& hidden_states,
+                  const pybind11::object& table, std::optional<at::Tensor> mask);
   // Leases a slot for a micro-batch that is to replay. Returns the variant whose graphs do. None:
   // it runs eager, and its reason says why, beside what graphs know whether its state does. Such a
   // one is counted, and its state remembered.
@@ -152,6 +163,11 @@ class Dispatcher {
   void stage_freqs();
   Found find(const pybind11::object& params, int64_t tokens) const;
   bool may_positions_go_on(const PackShape& shape) const;
+  // Those for packs that do not say how many ranks share them.
+  const std::vector<Capacity>& known() const;
+  int variant_of(const VariantKey& key) const;  // -1 for none
+  // Inside of its block, whose layers are called with something else, on all ranks alike.
+  void leave_graphs(MicroBatch& batch) const;
   void observe(const pybind11::object& params, int64_t tokens);
   std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
   std::optional<EagerReason> eager_reason_of_step(bool is_skipped, bool grad) const;

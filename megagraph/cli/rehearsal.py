@@ -34,7 +34,7 @@ def rehearse(options: argparse.Namespace, config: GraphConfig) -> list[dict[str,
 
 def _look(graphs: GraphedModel) -> dict[str, Any]:
     graphs.rehearses = True
-    graphs.at_step_boundary(is_skipped=False)
+    graphs.at_step_boundary()
     captures, bank = graphs.captures, graphs.captures.bank
     names = [site.name for site in bank.specs]
     graphed = [] if graphs.refusal is not None else [names[index] for index in bank.graphable()]

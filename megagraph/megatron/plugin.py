@@ -182,7 +182,7 @@ class Plugin:
                 for graphs in inside:
                     with about(graphs.name):
                         graphs.look_around(models, kwargs.get("seq_length", 0))
-                        graphs.at_step_boundary(is_skipped=_C.is_skipped())
+                        graphs.at_step_boundary()
                 is_measured = inside and not outer[0] and not kwargs.get("forward_only", False)
                 may_replay = not _C.is_skipped() and any(graphs.may_replay_training for graphs in inside)
                 kind = "graphed" if may_replay else "eager"  # for the most part
@@ -240,7 +240,7 @@ class Plugin:
         """
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            graphs.at_step_boundary(is_skipped=_C.is_skipped(), captures=not self._step_models)
+            graphs.at_step_boundary(captures=not self._step_models)
         finally:
             subject.reset(model)
 
@@ -254,7 +254,7 @@ class Plugin:
         if self._has_pipeline or is_graph_capturing() or not graphs.is_as_captured():
             return False
         with about(graphs.name):
-            graphs.at_step_boundary(is_skipped=_C.is_skipped())
+            graphs.at_step_boundary()
         return True
 
     def set_suspended(self, is_suspended: bool) -> None:

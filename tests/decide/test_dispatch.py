@@ -59,7 +59,11 @@ def pack_of(shape: PackShape, **changes: Any) -> Any:
 def enter(made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: Any) -> Any:
     """Of a model that is entered in Megatron's forwards."""
     given = {"mask": None, "is_mask_shared": True, "is_skipped": False, **flags}
-    return made.enter(pack, tokens, are_megatrons=True, is_settled=settled, **given)
+    before = _C.set_skipped(given.pop("is_skipped"))
+    try:
+        return made.enter(pack, tokens, are_megatrons=True, is_settled=settled, **given)
+    finally:
+        _C.set_skipped(before)
 
 
 def entered(made: _C.Dispatcher, pack: Any, tokens: int, **flags: Any) -> _C.MicroBatch:

@@ -77,7 +77,7 @@ def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tup
         (graphs,) = the_plugin().all_graphs()
         in_forward, in_backward, at_boundary = Calls(), Calls(), Calls()
         with at_boundary.counted():
-            graphs.at_step_boundary(is_skipped=False)
+            graphs.at_step_boundary()
         with in_forward.counted():
             losses, _ = forward(trainer.model, MICRO, trainer.device)
         with in_backward.counted():

@@ -357,7 +357,7 @@ def test_every_pack_has_as_many_rows(make: Callable[..., ExpertTrainer]) -> None
     ):
         micro = Micro(lengths=lengths)
         params = micro.params(trainer.device)
-        batch = graphs.dispatcher.enter(params, micro.physical, None, True, False, True, True)
+        batch = graphs.dispatcher.enter(params, micro.physical, None, True, True, True)
         assert isinstance(batch, MicroBatch) and (batch.capacity, batch.reason) == (capacity, reason), lengths
 
 

@@ -97,7 +97,9 @@ class Captures:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""
         variants, plan, syncs = self.bank.variants, self.layers.plan, self._param_syncs
         for key, index in (item for item in variants.items() if item[1] not in self.loops):
-            self.loops[index] = LayerLoop(key, plan, self.bank, self.arguments[key], syncs.before_sites)
+            self.loops[index] = LayerLoop(
+                key, plan, self.bank, self.arguments[key], syncs.before_sites, self._dispatcher
+            )
         for index in self.loops.keys() - variants.values():
             if (key := self.loops.pop(index).key) not in variants:  # else it has got other graphs
                 del self.arguments[key]

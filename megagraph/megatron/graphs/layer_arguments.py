@@ -60,12 +60,10 @@ class LayerArguments(dict[VariantKey, Constants]):
             self[key] = Constants({} if key.by_token else self._make(params, hidden_states))
         return self[key]
 
-    def take(self, batch: MicroBatch, table: Any) -> bool:
-        """Has frequencies of each token staged; False if the micro-batch's variant does not take them."""
-        is_taken = batch.take_freqs(table)
-        if is_taken and batch.key in self:
+    def set_freqs(self, batch: MicroBatch, table: Any) -> None:
+        """Expects layers to be called with the frequencies of each token that a micro-batch has staged."""
+        if batch.key in self:
             self[batch.key].set("rotary_pos_emb", table)
-        return is_taken
 
     def _make(self, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
         model, doors = self._model(), self._entries.model

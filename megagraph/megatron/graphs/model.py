@@ -67,8 +67,6 @@ class GraphedModel:
         self._arguments = LayerArguments(model, self.entries)
         self.dispatcher = Dispatcher(model.config, config, self._arguments, self.peers)
         self._due = self.dispatcher.due
-        # Some micro-batch may stage more than its pack: a padding mask, or frequencies of each token.
-        self.stages_more = self.dispatcher.masks_at_entry or self.dispatcher.is_by_token
         self._layers = BlockLayers(model, ddp, self.peers, config, self.entries)
         self.captures = Captures(self._layers, self.peers, config, self._arguments, self.dispatcher)
         self.verifier = self.captures.verifier
@@ -132,12 +130,6 @@ class GraphedModel:
         finally:
             self.running = outer
 
-    def require_rows(self, tokens: int, reason: EagerReason) -> None:
-        """Before one runs as given of a model that needs equal rows: raises where other ranks run others."""
-        known = self.dispatcher.known
-        if known and self.refusal is None and self.entries.are_settled:
-            _C.require_rows(known[0].tokens, tokens, reason)
-
     def reason_against_rows(self) -> EagerReason | None:
         """Why no rows may be added where the model is entered; None where they may.
 
@@ -161,7 +153,7 @@ class GraphedModel:
         tokens, awaited = self.tensor.num_tokens(hidden_states), self.entries.awaited
         is_by_token = self.dispatcher.look_for_freqs(table, params, tokens)
         if is_by_token:
-            self.entries.awaited, self.stages_more = "", True
+            self.entries.awaited = ""
         elif awaited and is_by_token is False:
             self.entries.fail(awaited)
 
@@ -204,11 +196,12 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        if self.stages_more or mask is not None:
-            is_taken = not self.entries.are_megatrons or batch.take_mask(mask, hidden_states)
-            if not is_taken or (batch.key.by_token and not self._arguments.take(batch, table)):
-                self.run_as_given(batch, table, hidden_states)
-                return None
+        if not self.dispatcher.take(
+            batch, hidden_states, table, mask if self.entries.are_megatrons else None
+        ):
+            return None
+        if batch.key.by_token:
+            self._arguments.set_freqs(batch, table)
         if (variant := self.dispatcher.begin(batch)) is not None:
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
@@ -227,13 +220,6 @@ class GraphedModel:
             self.look_at_table(table, batch.constant_params(), hidden_states)
         self.dispatcher.count_eager(batch.reason)
         return None
-
-    def run_as_given(self, batch: MicroBatch, table: Any, hidden_states: Tensor) -> None:
-        """Has a micro-batch run as given whose layers are handed what no variant takes, and counts it."""
-        batch.reason, bank = EagerReason.SIGNATURE_CHANGED, self.captures.bank
-        bank.run_eager_alike(bank.variants.get(batch.key, -1), -1, batch.reason)
-        batch.run_as_given(is_own_table=batch.is_own(table, hidden_states))
-        self.dispatcher.count_eager(batch.reason)
 
     def look_around(self, models: Sequence[nn.Module], tokens: int = 0) -> None:
         """Before a step: finds the DDP around it in `models` of a schedule, and where to act by now.
@@ -286,7 +272,7 @@ class GraphedModel:
         is_same = watch.is_as_expected() and not self._layers.are_kept_out_otherwise()
         return is_same or not watch.is_watching
 
-    def at_step_boundary(self, *, is_skipped: bool, captures: bool = True) -> None:
+    def at_step_boundary(self, *, captures: bool = True) -> None:
         """Before a step: learns capacities, looks for what changed, captures what is due, if it `captures`.
 
         What changed costs one eager step; the next boundary captures again. Moved memory costs none after
@@ -304,7 +290,7 @@ class GraphedModel:
         if self._config.mode != "graph":
             return
         changes = self.changes
-        runs_eager = is_skipped or changes.is_suspended
+        runs_eager = _C.is_skipped() or changes.is_suspended
         changes.look(runs_eager=runs_eager, captures=captures)
         if runs_eager or not captures:
             return

@@ -18,7 +18,7 @@ from torch import Tensor
 from megagraph._C import Constants, VariantKey
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.dispatcher import MicroBatch
+from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
 from megagraph.megatron.seams import stand_in
@@ -79,6 +79,7 @@ class LayerLoop:
         bank: Bank,
         constants: Constants,
         before_sites: Callable[[], BeforeSite] | None,
+        dispatcher: Dispatcher,
     ) -> None:
         self.key, self._plan, self._steps = key, plan, plan.walk(bank.eager_sites)
         self._of_layers: dict[int, list[LayerStep]] = {}
@@ -86,9 +87,9 @@ class LayerLoop:
             self._of_layers.setdefault(step.layer, []).append(step)
         self.sites = bank.sites
         self._replay_all = bank.replay_all
-        self._run_eager_alike, self._index = bank.run_eager_alike, bank.variants[key]
+        self._turn_eager = dispatcher.turn_eager
         self.constants, self.before_sites = constants, before_sites
-        # The running micro-batch. The loop sets its reason where the call's arguments are others.
+        # The running micro-batch. It turns eager where the call's arguments are others.
         self.batch: MicroBatch | None = None
         self.kept: Mapping[str, Any] = {}  # of its block's arguments those that the call is not given
 
@@ -110,7 +111,7 @@ class LayerLoop:
         padding_mask = arguments.pop("padding_mask", None)
         # The mask of the micro-batch is staged.
         if padding_mask is not batch.mask or not self.constants.hold(arguments):
-            self.turn_eager(arguments, padding_mask, hidden_states)
+            self._turn_eager(batch, hidden_states, arguments.get("rotary_pos_emb"), padding_mask)
             hidden_states, arguments = batch.pad(hidden_states), arguments | batch.layer_arguments()
             for layer in self._plan.layers():
                 hidden_states = without_history(run_layer(layer, hidden_states, arguments))
@@ -121,17 +122,6 @@ class LayerLoop:
             if out is not NotImplemented:
                 return out, None
         return _walk(self._steps, self, batch, hidden_states, arguments, before_site, is_padded=False), None
-
-    def turn_eager(self, arguments: Mapping[str, Any], padding_mask: Any, hidden_states: Tensor) -> None:
-        """Has the micro-batch run eager, whose layers are called with something else."""
-        batch = self.batch
-        assert batch is not None
-        if padding_mask is not batch.mask:
-            batch.replace_mask(padding_mask)
-        batch.reason = EagerReason.SIGNATURE_CHANGED
-        self._run_eager_alike(self._index, -1, batch.reason)
-        if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
-            batch.run_as_given(is_own_table=False)
 
 
 _NAMED = ("hidden_states", "attention_mask", "packed_seq_params")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megagraph._C import is_skipped
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.model import GraphedModel
@@ -49,8 +48,7 @@ def decide(
         from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
         is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
         mask = given.get("padding_mask")
-        graphs.stages_more = graphs.stages_more or mask is not None
-        entered = params, tokens, mask, is_shared, is_skipped(), entries.are_megatrons, entries.are_settled
+        entered = params, tokens, mask, is_shared, entries.are_megatrons, entries.are_settled
         batch = dispatcher.enter(*entered)
         if isinstance(batch, MicroBatch) and not batch.is_ready:
             if batch.capacity is None:

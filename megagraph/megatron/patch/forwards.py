@@ -122,8 +122,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         try:
             batch: MicroBatch | EagerReason | None
             batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
-            if isinstance(batch, EagerReason) and dispatcher.needs_equal_rows:
-                graphs.require_rows(tokens, batch)
+            if isinstance(batch, EagerReason) and entries.are_settled and graphs.refusal is None:
+                dispatcher.require_rows(tokens, batch)
             if isinstance(batch, EagerReason) and entries.are_settled and not graphs.learns_from(batch):
                 # Whatever its block is given: no graph has a use for it.
                 dispatcher.count_eager(batch)
@@ -198,7 +198,7 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
             if get("packed_seq_params") is not batch.constant_params():
                 batch = EagerReason.SIGNATURE_CHANGED
             elif not _has_expected(graphs, batch, args, kwargs):
-                graphs.run_as_given(batch, table, entered)
+                graphs.dispatcher.run_as_given(batch, entered, table)
                 kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
         if isinstance(batch, EagerReason):
@@ -253,8 +253,11 @@ def _has_expected(
     """Whether an overridden model hands to its block what the variant's layers are captured with."""
     arguments = graphs.captures.arguments
     constants = arguments.get(batch.key)
-    if batch.key.by_token and not arguments.take(batch, kwargs.get("rotary_pos_emb")):
+    table = kwargs.get("rotary_pos_emb")
+    if not batch.take_freqs(table):
         return False
+    if batch.key.by_token:
+        arguments.set_freqs(batch, table)
     further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 

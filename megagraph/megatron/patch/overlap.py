@@ -178,7 +178,7 @@ class _Passage:
                 self._loop = loop
                 self._before_site = loop.before_sites and loop.before_sites()
             else:
-                loop.turn_eager(tables, mask, entered)
+                graphs.dispatcher.turn_eager(batch, entered, table, mask)
             loop.batch = None
 
     def _first(
