@@ -13,7 +13,7 @@ from torch import nn
 from megagraph import _C
 from megagraph._C import StageSchedule
 from megagraph.config import GraphConfig
-from megagraph.log import about, let_speak, subject
+from megagraph.log import about, let_speak
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
@@ -67,7 +67,7 @@ class Plugin:
         self._num_named: Counter[str] = Counter()  # models of each name so far
         self.gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
         self._retired: list[tuple[dict[str, Any], list[Any]]] = []  # their reports and leases
-        self._step_models: Sequence[nn.Module] = ()
+        self.step_models: Sequence[nn.Module] = ()  # of the schedule that runs; none if none does
         # That was made last in the step of a micro-batch: patch/overlap.py.
         self.last_pack: weakref.ref[Any] | None = None
         self.step_graphs: set[GraphedModel] = set()  # of the models whose step it is
@@ -93,7 +93,7 @@ class Plugin:
         return self._around.get(module)
 
     def _add(self, model: Any) -> GraphedModel:
-        ddp, stages = find_ddp(self._step_models, model), schedule_of(model)
+        ddp, stages = find_ddp(self.step_models, model), schedule_of(model)
         name = self._name(model, stages)
         self._has_pipeline = self._has_pipeline or stages.stages > 1
         # The rank of a stage that is in the pipeline of rank 0 writes its report.
@@ -112,7 +112,7 @@ class Plugin:
                 self._when_gone(block, self._of_block.pop, key_of(block), None)
         self._inside.clear()  # it may have taken another one's place in a wrapper
         self._outside.clear()
-        if any(graphs is other for other in self._graphs_inside(self._step_models)):
+        if any(graphs is other for other in self._graphs_inside(self.step_models)):
             self.step_graphs.add(graphs)
         return graphs
 
@@ -174,10 +174,10 @@ class Plugin:
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
-            outer = self._step_models, self.step_graphs
+            outer = self.step_models, self.step_graphs
             self._retire()
             inside = self._graphs_inside(models)
-            self._step_models, self.step_graphs = models, set(inside)
+            self.step_models, self.step_graphs = models, set(inside)
             try:
                 for graphs in inside:
                     with about(graphs.name):
@@ -202,7 +202,7 @@ class Plugin:
                     graphs.break_step()
                 raise
             finally:
-                self._step_models, self.step_graphs = outer
+                self.step_models, self.step_graphs = outer
 
         return forward_backward
 
@@ -230,19 +230,8 @@ class Plugin:
 
     def free_gone(self) -> None:
         """Before a call of a model outside of its own step: frees what models that are gone have left."""
-        if not self._step_models:
+        if not self.step_models:
             self._retire()
-
-    def begin_bare_call(self, graphs: GraphedModel) -> None:
-        """Before a call whose pack a graph may take: it is a step of its own, which `after_step()` ends.
-
-        Inside another model's step changes are looked for, and what is due waits for `capture_inside()`.
-        """
-        model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
-        try:
-            graphs.at_step_boundary(captures=not self._step_models)
-        finally:
-            subject.reset(model)
 
     def capture_inside(self, graphs: GraphedModel) -> bool:
         """Inside a step, before a call that is due: captures what no step begins with. Whether it has tried.
@@ -253,8 +242,7 @@ class Plugin:
 
         if self._has_pipeline or is_graph_capturing() or not graphs.is_as_captured():
             return False
-        with about(graphs.name):
-            graphs.at_step_boundary()
+        graphs.at_step_boundary()
         return True
 
     def set_suspended(self, is_suspended: bool) -> None:

@@ -16,7 +16,7 @@ from megagraph import _C
 from megagraph._C import VariantKey
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
-from megagraph.log import about, log
+from megagraph.log import about, log, subject
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
@@ -278,34 +278,38 @@ class GraphedModel:
         What changed costs one eager step; the next boundary captures again. Moved memory costs none after
         `resume()`, nor when it has moved before. What has no memory now, or is in other modes, waits.
         """
-        if not self.entries.are_settled:
-            self._settle_entries()
-        if captures and self.context.is_dynamic:
-            self.context.follow()
-            self.dispatcher.set_groups(self.context.by_size())
-        if self.refusal is not None:
-            return
-        if captures and not self.dispatcher.by_cp_size:
-            self.dispatcher.learn(self._learners.max_over_ranks)
-        if self._config.mode != "graph":
-            return
-        changes = self.changes
-        runs_eager = _C.is_skipped() or changes.is_suspended
-        changes.look(runs_eager=runs_eager, captures=captures)
-        if runs_eager or not captures:
-            return
-        changes.has_resumed = False
-        if changes.reason is not None:
-            return
-        if self.verifier.pending and not self.captures.is_still_right():
-            return
-        dispatcher, bank = self.dispatcher, self.captures.bank
-        # Somebody's hooks of saved tensors, or modes, would be part of the capture.
-        is_alone = bank.reason_before_step(training=True, look_at_grads=False) is None
-        has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
-        can_capture = is_alone and has_freqs and self._rows is not None and bool(dispatcher.by_cp_size)
-        if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
-            self._capture(kinds)
+        token = subject.set(self.name)  # `about()`, without its calls: this is paid in each bare call
+        try:
+            if not self.entries.are_settled:
+                self._settle_entries()
+            if captures and self.context.is_dynamic:
+                self.context.follow()
+                self.dispatcher.set_groups(self.context.by_size())
+            if self.refusal is not None:
+                return
+            if captures and not self.dispatcher.by_cp_size:
+                self.dispatcher.learn(self._learners.max_over_ranks)
+            if self._config.mode != "graph":
+                return
+            changes = self.changes
+            runs_eager = _C.is_skipped() or changes.is_suspended
+            changes.look(runs_eager=runs_eager, captures=captures)
+            if runs_eager or not captures:
+                return
+            changes.has_resumed = False
+            if changes.reason is not None:
+                return
+            if self.verifier.pending and not self.captures.is_still_right():
+                return
+            dispatcher, bank = self.dispatcher, self.captures.bank
+            # Somebody's hooks of saved tensors, or modes, would be part of the capture.
+            is_alone = bank.reason_before_step(training=True, look_at_grads=False) is None
+            has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
+            can_capture = is_alone and has_freqs and self._rows is not None and bool(dispatcher.by_cp_size)
+            if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
+                self._capture(kinds)
+        finally:
+            subject.reset(token)
 
     @property
     def may_replay_training(self) -> bool:

@@ -115,8 +115,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
             if plugin.gone:
                 plugin.free_gone()
             against = dispatcher.eager_reason(params, tokens, entries.are_settled)
-            if against is None:
-                plugin.begin_bare_call(graphs)
+            if against is None:  # a step of its own; in another model's what is due waits: `capture_inside()`
+                graphs.at_step_boundary(captures=not plugin.step_models)
                 is_step = True
         outer = graphs.running
         try:
