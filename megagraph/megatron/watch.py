@@ -6,7 +6,7 @@ State that only its owner knows is what functions return that a host has named f
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megagraph import _C
 from megagraph.bank.sites import SiteSpec
-from megagraph.decide.reasons import EagerReason, Why
 
 __all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "keys_of", "watch", "weakly"]
 
@@ -139,7 +138,6 @@ class LayerWatch(_C.ModuleWatch):
         super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs), _UNREAD_BUFFERS)
         self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
         self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
-        self._ineligible: Mapping[int, Why] = {}
         self.stay_eager = {*stay_eager}
         self.follow_modules()
 
@@ -202,24 +200,3 @@ class LayerWatch(_C.ModuleWatch):
         configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
         owners = [vars(owner) for owner in (*modules, *configs.values()) if hasattr(owner, "__dict__")]
         return {name for name in IGNORED_ATTRIBUTES if any(name in attributes for attributes in owners)}
-
-    def expect_modules(self, ineligible: Mapping[int, Why]) -> None:
-        """Before the first capture: expects the modules of now, their hooks, and layers that stay eager."""
-        self._ineligible = ineligible
-        self.expect_hooks()
-        self.follow_modules()
-
-    def what_changed(self, find_ineligible: Callable[[], Mapping[int, Why]]) -> EagerReason | None:
-        """Why the graphs must not be replayed any more: moved memory, other modules, hooks.
-
-        If hooks have changed it asks which layers no graph can replace now: Megatron's own come and go.
-        """
-        if not self.is_watching:
-            self.follow_modules()  # whose state makes a kind
-            return None
-
-        def of_hooks() -> EagerReason | None:
-            changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
-            return min((reason for _index, (reason, _what) in changed), default=None)
-
-        return self.difference(of_hooks)

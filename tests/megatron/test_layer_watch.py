@@ -29,7 +29,8 @@ class Watched:
         self.specs = [SiteSpec(name="layer", module=module, **site)]
         self.watch = LayerWatch(self.specs, module, keys=list, is_expected_hook=lambda hook: False)
         self.asked_for_hooks, self.expects_hooks = 0, False
-        self.watch.expect_modules(self._find_ineligible())
+        self._ineligible = self._find_ineligible()
+        self.watch.expect_hooks()
         self.watch.expect_memory(grad=grad)
 
     def _find_ineligible(self) -> Any:
@@ -37,7 +38,11 @@ class Watched:
         return ineligible_sites(self.specs, is_expected_hook=lambda hook: self.expects_hooks)
 
     def look(self) -> EagerReason | None:
-        return self.watch.what_changed(self._find_ineligible)
+        return self.watch.difference(self._of_hooks)
+
+    def _of_hooks(self) -> EagerReason | None:
+        changed = self._find_ineligible().items() ^ self._ineligible.items()
+        return min((reason for _index, (reason, _what) in changed), default=None)
 
 
 def with_main_grads(module: nn.Module) -> Any:

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the graphs of one model come and go: captures variants, verifies them, begins anew, counts.
+"""How the graphs of one model come and go: finds its sites, captures and verifies variants, begins anew.
 
 Does not decide which micro-batch replays, nor when to capture.
+
+Note [Joining]
+With `cuda_graph_granularity="chunk"` neighbouring whole layers are one site, with one graph for each pass.
+They are joined before the first capture of a bank, as far as each can be graphed, and up to where a bucket of
+gradients ends that is reduced in the backward pass, or gathered in the forward pass.
+A site of several layers that cannot be captured, or is wrong, says nothing of the layer at fault. So its
+layers are captured again one by one, which names those at fault; these stay eager, and what is left is joined
+once more. Where no layer fails by itself they stay apart.
 """
 
 import contextlib
+import itertools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,21 +26,30 @@ from megagraph import _C
 from megagraph._C import VariantKey
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import GAVE_UP, BankOptions, GroupGaveUp
-from megagraph.bank.sites import VariantSpec
+from megagraph.bank.sites import SiteSpec, VariantSpec, ineligible_sites
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
-from megagraph.megatron.graphs.layers import BlockLayers
-from megagraph.megatron.graphs.verifying import Verifier
+from megagraph.megatron.graphs.refusals import scopes_of
+from megagraph.megatron.graphs.verifying import Verifier, found_anywhere
 from megagraph.megatron.graphs.walk import LayerLoop
-from megagraph.megatron.parallel.ddp import ParamSyncs, listen
+from megagraph.megatron.parallel.ddp import (
+    ParamSyncs,
+    accumulator_hooks,
+    borders_of,
+    is_ddp_hook,
+    listen,
+)
+from megagraph.megatron.parallel.groups import refused_for_groups
 from megagraph.megatron.parallel.model_parallel import has_experts, schedule_of, slots_of
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
-from megagraph.megatron.seams import RNG_TRACKER, stand_in
-from megagraph.megatron.watch import IGNORED_ATTRIBUTES
+from megagraph.megatron.scopes.parts import delaying
+from megagraph.megatron.scopes.plan import BlockPlan
+from megagraph.megatron.seams import PACKED_SEQ_PARAMS, RNG_TRACKER, called_name, stand_in
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch, keys_of, weakly
 from megagraph.report import capture_progress
 
 __all__ = ["Captures", "capturing", "step_kept"]
@@ -39,19 +58,38 @@ __all__ = ["Captures", "capturing", "step_kept"]
 class Captures:
     """The graphs of one model's layers, what they rely on, and the bank that holds them."""
 
+    plan: BlockPlan  # the steps of the layers, of which several whole ones may be joined
+    num_sites: int  # while none are joined
+
     def __init__(
         self,
-        layers: BlockLayers,
-        peers: Peers,
+        model: nn.Module,
+        ddp: nn.Module | None,
         config: GraphConfig,
+        peers: Peers,
         arguments: LayerArguments,
         dispatcher: Dispatcher,
     ) -> None:
-        self.layers, self.arguments = layers, arguments  # what layers are called with, by variant
-        self._peers, self._tensor = peers, peers.tensor
-        self._context = peers.context
-        self._config, self._dispatcher, self._due = config, dispatcher, dispatcher.due
-        self.device = next(layers.model.parameters()).device
+        self._model = weakref.ref(model)
+        self.ddp = weakly(ddp)  # Megatron's DDP around the model, as far as it is known and alive
+        self._config, self._peers, self._entries = config, peers, arguments.entries
+        self._tensor, self._context = peers.tensor, peers.context
+        self._dispatcher, self._due = dispatcher, dispatcher.due
+        self.arguments = arguments  # what layers are called with, by variant
+        # What of each layer is graphed; none for whole layers.
+        self.scopes = scopes_of(model, config.cuda_graph_modules)
+        self._apart: set[int] = set()  # layers whose site of several has failed
+        # By name those whose graph was wrong, or that were at fault for one of several. No other is made:
+        # what is captured after memory has moved may have no micro-batch to be compared on.
+        self._wrong: dict[str, Why] = {}
+        self._has_said_why_apart = False
+        # As the bank was captured: sites that could not be graphed here, by index, and those of them that
+        # must be in no graph for what may be another thing at the next capture.
+        self._ineligible: Mapping[int, Why] = {}
+        self._kept_out: Mapping[int, Why] = {}
+        self._seen: list[weakref.ref[nn.Module]] = []  # the layers when the block was last looked at
+        self.follow()
+        self.device = next(model.parameters()).device
         # Of all replayed packs.
         self.valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._mla_tables = MlaTables()
@@ -64,15 +102,33 @@ class Captures:
         self.loops: dict[int, LayerLoop] = {}  # what replays each variant, by its index in the bank
         self._begin(former=None)
 
+    @property
+    def model(self) -> Any:
+        """The model, which lives as long as somebody calls it."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def specs(self) -> Sequence[SiteSpec]:
+        """The sites of the layers."""
+        return self.plan.specs
+
     def _begin(self, former: Bank | None, stay_eager: Collection[int] = ()) -> None:
         """Begins a bank, whose counters go on from those of another one, and watches what it relies on."""
-        layers = self.layers
-        self.watch = layers.new_watch(stay_eager)
-        self._param_syncs = ParamSyncs(layers.ddp(), layers.specs)
-        slots, schedule = slots_of(layers.model, self._config.cuda_graph_slots), schedule_of(layers.model)
+        reference, model, plan, config = self._model, self.model, self.plan, self._config
+        self.watch = LayerWatch(
+            self.specs,
+            model.decoder,
+            keys=lambda: [*keys_of(live), *plan.keys()] if (live := reference()) is not None else [],
+            is_expected_hook=is_ddp_hook,
+            stay_eager=stay_eager,
+        )
+        self._param_syncs = ParamSyncs(self.ddp(), self.specs)
+        slots, schedule = slots_of(model, config.cuda_graph_slots), schedule_of(model)
         # Two share memory if a forward runs beside the backward of the same chunk.
         do_face = schedule.stages == 1 and slots == 2 and schedule.has_expert_overlap
-        facing, share_given_back = layers.plan.facing() if do_face else ((), False)
+        facing, share_given_back = plan.facing() if do_face else ((), False)
         options = BankOptions(
             max_over_ranks=self._peers.max_over_ranks,
             run_eager_alike=self._peers.run_eager_alike if self._peers.size > 1 else None,
@@ -81,10 +137,10 @@ class Captures:
             left_out=IGNORED_ATTRIBUTES,
             facing=facing,
             share_given_back=share_given_back,
-            poison=self._config.poison,
-            annotate=self._config.cuda_graph_nvtx,
+            poison=config.poison,
+            annotate=config.cuda_graph_nvtx,
         )
-        steps = [step.step for step in layers.plan.steps]
+        steps = [step.step for step in plan.steps]
         self.bank = Bank(steps, self.device, num_slots=slots, options=options, former=former)
         self._dispatch()
 
@@ -95,7 +151,7 @@ class Captures:
 
     def _follow_variants(self) -> None:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""
-        variants, plan, syncs = self.bank.variants, self.layers.plan, self._param_syncs
+        variants, plan, syncs = self.bank.variants, self.plan, self._param_syncs
         for key, index in (item for item in variants.items() if item[1] not in self.loops):
             self.loops[index] = LayerLoop(
                 key, plan, self.bank, self.arguments[key], syncs.before_sites, self._dispatcher
@@ -133,7 +189,7 @@ class Captures:
         self.failures += [said for said in self.bank.take_failures() if said not in self.failures]
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._follow_variants()
-        listen(self.bank, self.layers.ddp())
+        listen(self.bank, self.ddp())
         shapes = "; ".join(dict.fromkeys(str(variant.key.capacity) for variant in variants))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
@@ -143,21 +199,13 @@ class Captures:
         self.rehearsed = self.bank.rehearse(variants)
         self.failures += self.bank.take_failures()
 
-    def prepared(
-        self,
-        keys: Sequence[VariantKey],
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        params_type: type[Any],
-    ) -> list[VariantSpec]:
-        """Variants, to be captured at once: settles which layers stay eager."""
-        if self.watch.is_watching and self.layers.are_kept_out_otherwise():
+    def prepared(self, keys: Sequence[VariantKey], row: Tensor) -> list[VariantSpec]:
+        """Variants of rows such as this one, to be captured at once: settles which layers stay eager."""
+        if self.watch.is_watching and self.are_kept_out_otherwise():
             self.reset()
-        if not self.watch.is_watching:
-            self._prepare()
-        self._peers.hold(self.layers.specs)
+        self._prepare()
         self._context.warm_up(self.device)
-        return [self._variant(key, row_shape, dtype, params_type) for key in keys]
+        return [self._variant(key, row) for key in keys]
 
     def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> None:
         """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined."""
@@ -170,22 +218,21 @@ class Captures:
             failing: Mapping[int, Why] = {
                 error.index: (error.reason, error.detail) for error in self.bank.failures
             }
-            if not self.layers.are_to_join_otherwise(failing):
+            if not self._are_to_join_otherwise(failing):
                 failing = self._find_failing(keys)
                 if not failing:
                     return
-                if not self.layers.are_to_join_otherwise(failing):
+                if not self._are_to_join_otherwise(failing):
                     self._leave_eager(failing)
                     self.bank.drop(keys)
                     continue
             self.reset()
             self._prepare()
-            self._peers.hold(self.layers.specs)
 
     def _find_failing(self, keys: Sequence[VariantKey]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():
             failing = self.verifier.failing(self.bank, keys)
-        self.layers.keep_out(failing)
+        self._keep_out(failing)
         return failing
 
     def is_still_right(self) -> bool:
@@ -195,7 +242,7 @@ class Captures:
         if key is None or key not in self.bank.variants:
             return True
         failing = self._find_failing([key])
-        if self.layers.are_to_join_otherwise(failing):
+        if self._are_to_join_otherwise(failing):
             self.reset()
         elif failing:
             self._leave_eager(failing)
@@ -204,19 +251,21 @@ class Captures:
         return not failing
 
     def _prepare(self) -> None:
-        """Before the first capture of a bank."""
-        self.layers.join()
-        if not self._has_sites_of_now():
-            self.reset()
-        self.watch.expect_modules(self.layers.find_ineligible())
-        self._leave_eager(self.layers.ineligible_in_group())
-        plan = self.layers.plan
-        for sentence in plan.notes:
-            self.note(sentence)
+        """Before a capture; the first one of a bank settles which layers are joined, and which stay eager."""
+        if not self.watch.is_watching:
+            self._join()
+            if not self._has_sites_of_now():
+                self.reset()
+            self.watch.expect_hooks()
+            self.watch.follow_modules()
+            self._leave_eager(self._ineligible_in_group())
+            for sentence in self.plan.notes:
+                self.note(sentence)
+        self._peers.hold(self.specs)
 
     def _has_sites_of_now(self) -> bool:
         """Whether the bank is of the sites that the layers have now."""
-        return [*self.bank.specs] == [*self.layers.specs]
+        return [*self.bank.specs] == [*self.specs]
 
     def _leave_eager(self, layers: Mapping[int, Why]) -> None:
         for index, (reason, what) in layers.items():
@@ -249,24 +298,23 @@ class Captures:
         self._due.mark_captured({key.kind for key in given_up})
         self._dispatch()
 
-    def _variant(
-        self, key: VariantKey, row_shape: tuple[int, ...], dtype: torch.dtype, params_type: type[Any]
-    ) -> VariantSpec:
+    def _variant(self, key: VariantKey, row: Tensor) -> VariantSpec:
         """What the block is captured for; csrc/python/variant_layout.h says which buffers there are."""
-        layers, tail, capacity = self.layers, self._config.tail, key.capacity
+        model, dispatcher, tail, capacity = self.model, self._dispatcher, self._config.tail, key.capacity
         assert capacity is not None
         rows = self._tensor.rows(capacity.tokens)
-        hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
-        freqs = self._dispatcher.freqs if key.by_token else None  # of each token, without rows
-        packs, config = _C.CanonicalPacks(key, tail.extra_seqs), layers.model.config
+        hidden = row.new_empty((rows, *row.shape))
+        params_type: Any = dispatcher.params_type or PACKED_SEQ_PARAMS.function()
+        freqs = dispatcher.freqs if key.by_token else None  # of each token, without rows
+        packs, config = _C.CanonicalPacks(key, tail.extra_seqs), model.config
         layout = packs.layout(
             rows=rows, valid_tokens=self.valid_tokens, freqs=freqs, masks_tail=has_experts(config)
         )
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
-            decoder = layers.model.decoder  # looked up each time: variants must not keep it alive
-            kept, tables = step_kept(decoder), self._mla_tables.answering(decoder, key)
+            live = self.model  # looked up each time: variants must not keep it alive
+            kept, tables = step_kept(live.decoder), self._mla_tables.answering(live.decoder, key)
             with self._context.showing_size(key.cp_size), kept, tables:
                 yield
 
@@ -284,7 +332,7 @@ class Captures:
                 given["padding_mask"] = mask.view(1, rows)
             return given
 
-        mode = "training" if layers.model.decoder.training else "evaluation"
+        mode = "training" if model.decoder.training else "evaluation"
         # What sets its graphs apart from those of plain training packs.
         apart = "" if key.grad else "forward only", "with a padding mask" if key.has_mask else ""
         return VariantSpec(
@@ -292,8 +340,8 @@ class Captures:
             name=", ".join(filter(None, (mode, *apart, str(capacity)))),
             training=key.grad,
             rows=rows,
-            row_shape=row_shape,
-            dtype=dtype,
+            row_shape=row.shape,
+            dtype=row.dtype,
             metadata=dict(layout.metadata),
             end_source=layout.end_source,
             end_buffer=layout.end_buffer,
@@ -302,19 +350,136 @@ class Captures:
             context=context,
         )
 
+    # -- which stay eager ------------------------------------------------------------------------
+
+    def _find_ineligible(self) -> Mapping[int, Why]:
+        """Those that no graph can replace, by index: the reason, and what was found."""
+        outside = [
+            param
+            for name, module in self.model.named_children()
+            if name != "decoder"
+            for param in module.parameters()
+        ]
+        outside += [
+            param for module in self.plan.eager_modules() for param in module.parameters(recurse=False)
+        ]
+        found = ineligible_sites(
+            self.specs,
+            other_params=outside,
+            is_expected_hook=is_ddp_hook,
+            accumulator_hooks=accumulator_hooks(self.ddp()),
+        )
+        return {**found, **self._kept_out_now(), **self.plan.refused}
+
+    def _kept_out_now(self) -> Mapping[int, Why]:
+        return {
+            **self.plan.no_longer_graphed(),
+            **self._with_late_hooks(),
+            **refused_for_groups(self.specs, self._peers.same_pack(), self.model),
+        }
+
+    def _with_late_hooks(self) -> Mapping[int, Why]:
+        """Those whose late gradients somebody but DDP waits for."""
+        return {
+            index: (EagerReason.FOREIGN_HOOK, f"hook {called_name(hook)} on gradients that come late")
+            for index, spec in enumerate(self.specs)
+            for module in (delaying(spec.modules()) if spec.finish is not None else ())
+            for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ())
+            if not is_ddp_hook(hook)
+        }
+
+    def _ineligible_in_group(self) -> Mapping[int, Why]:
+        """Those that some rank of the group cannot graph, or that were found to be at fault before."""
+        self._ineligible, self._kept_out = self._find_ineligible(), self._kept_out_now()
+        elsewhere = "another rank of the group cannot graph it"
+        ineligible = found_anywhere(self._peers, self._ineligible, len(self.specs), elsewhere)
+        named = enumerate(spec.name for spec in self.specs)
+        return {**ineligible, **{index: self._wrong[name] for index, name in named if name in self._wrong}}
+
+    def are_kept_out_otherwise(self) -> bool:
+        """Whether other layers than before the first capture must be in no graph, here or on another rank."""
+        (somebodys,) = self._peers.max_over_ranks([int(self._kept_out_now() != self._kept_out)])
+        return bool(somebodys)
+
+    # -- which are joined ------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Before the first capture of a bank: joins neighbouring whole layers, if so configured."""
+        if self._config.cuda_graph_granularity != "chunk":
+            return
+        self.plan = self._each
+        left = self._ineligible_in_group()
+        if self._entries.are_megatrons:
+            borders = borders_of(self.ddp(), self.specs)
+            joined = self._each.joined(borders, {*left, *self._apart})
+            if len(joined.specs) < self.num_sites:
+                self.plan = joined
+        if self.plan is self._each and self.num_sites > 1 and not self._has_said_why_apart:
+            self._has_said_why_apart = True
+            log.warning("cuda_graph_granularity='chunk' joins no layers: %s", self._why_apart())
+
+    def _why_apart(self) -> str:
+        if not self._entries.are_megatrons:
+            return "a forward that overrides Megatron's calls them one by one"
+        if not any(step.is_whole for step in self.plan.steps):
+            return "cuda_graph_modules leaves something eager in each of them"
+        return "each stands by itself between buckets of gradients, or between layers that stay eager"
+
+    def _are_to_join_otherwise(self, failed: Mapping[int, Why]) -> bool:
+        """Learns which sites failed, by index, and why. Returns whether others are to be captured."""
+        ends = itertools.accumulate((spec.calls for spec in self.specs), initial=0)
+        places = [range(*pair) for pair in itertools.pairwise(ends)]  # that sites have while none are joined
+        of_several = {place for index in failed if len(places[index]) > 1 for place in places[index]}
+        at_fault = {index: why for index, why in failed.items() if places[index].start in self._apart}
+        if at_fault:
+            self._keep_out(at_fault)
+            self._apart.clear()
+        self._apart |= of_several
+        return bool(of_several or at_fault)
+
+    def _keep_out(self, wrong: Mapping[int, Why]) -> None:
+        """Has sites, by index, stay eager in every capture to come, for these reasons."""
+        self._wrong |= {self.specs[it].name: why for it, why in wrong.items()}
+
     # -- what graphs rely on ----------------------------------------------------------------------
+
+    def follow(self) -> bool:
+        """Looks at the block. Returns whether it has other sites than before, or may have graphs of more."""
+        block = self.model.decoder
+        now = list(map(weakref.ref, block.layers))
+        has_others = now != self._seen
+        if has_others or self.plan.may_graph_more():
+            self._seen = now
+            self._each = self.plan = BlockPlan(block, self.scopes)
+            self.num_sites = len(self.specs)
+            self._apart.clear()
+            if has_others:
+                self._wrong.clear()
+            return True
+        if self.plan is not self._each and not self._entries.are_megatrons:
+            self.plan = self._each
+            return True
+        return False
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
         self.have_only_gradients_moved = False
         if self.bank.has_other_streams() or self.bank.have_borrowed_moved():
             return EagerReason.ADDRESS_MOVED
-        if self.layers.follow():
+        if self.follow():
             self.reset()
             return EagerReason.PARAMETERS_CHANGED
-        changed = self.watch.what_changed(self.layers.find_ineligible)
+        if not self.watch.is_watching:
+            self.watch.follow_modules()  # whose state makes a kind
+            return None
+        changed = self.watch.difference(self._why_of_hooks)
         self.have_only_gradients_moved = self.watch.have_only_gradients_moved
         return changed
+
+    def _why_of_hooks(self) -> EagerReason | None:
+        """If hooks have changed: why other layers cannot be graphed now. Megatron's own come and go."""
+        changed = {*self._find_ineligible().items()} ^ {*self._ineligible.items()}
+        return min((reason for _index, (reason, _what) in changed), default=None)
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on, and what was captured is due."""

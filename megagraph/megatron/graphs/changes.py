@@ -78,11 +78,11 @@ class Changes:
         if self.has_raised:
             self._clean_up()
         of_model = self._captures
-        plan = of_model.layers.plan
+        plan = of_model.plan
         # As in nearly every step and bare call. Only where Megatron calls them may layers stay joined.
         if (
             not runs_eager
-            and of_model.layers.entries.are_megatrons
+            and of_model.arguments.entries.are_megatrons
             and not of_model.bank.has_other_streams()
             and of_model.watch.has_keys_of_now()
             and not (plan.refused and plan.may_graph_more())
@@ -134,9 +134,10 @@ class Changes:
     def _clean_up(self) -> None:
         """After a step that raised: frees what is left of it, where the error and its frames are garbage."""
         self.has_raised = False
-        bank, layers = self._captures.bank, self._captures.layers
+        bank = self._captures.bank
         if bank.holders():
-            forget_calls(layers.model.decoder.layers)
+            model = self._captures.model
+            forget_calls(model.decoder.layers)
             gc.collect()
         if holders := bank.holders():
             log.warning("a step that raised has left tensors that somebody holds: %s", holders)

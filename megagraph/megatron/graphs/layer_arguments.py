@@ -40,7 +40,7 @@ class LayerArguments(dict[VariantKey, Constants]):
 
     def __init__(self, model: nn.Module, entries: Entries) -> None:
         super().__init__()
-        self._model, self._entries = weakref.ref(model), entries
+        self._model, self.entries = weakref.ref(model), entries
         config: Any = model.config
         # Multi-latent attention makes the tables, and cuts them to the rows of the pack.
         self.are_cut = has_mla(model)
@@ -66,7 +66,7 @@ class LayerArguments(dict[VariantKey, Constants]):
             self[batch.key].set("rotary_pos_emb", table)
 
     def _make(self, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
-        model, doors = self._model(), self._entries.model
+        model, doors = self._model(), self.entries.model
         assert model is not None
         if doors.is_own is not False:
             return layer_constants(model, params, hidden_states)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -22,14 +21,12 @@ from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
-from megagraph.megatron.graphs.layers import BlockLayers
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
-from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 from megagraph.megatron.watch import weakly
 
 __all__ = ["GraphedModel"]
@@ -67,14 +64,13 @@ class GraphedModel:
         self._arguments = LayerArguments(model, self.entries)
         self.dispatcher = Dispatcher(model.config, config, self._arguments, self.peers)
         self._due = self.dispatcher.due
-        self._layers = BlockLayers(model, ddp, self.peers, config, self.entries)
-        self.captures = Captures(self._layers, self.peers, config, self._arguments, self.dispatcher)
+        self.captures = Captures(model, ddp, config, self.peers, self._arguments, self.dispatcher)
         self.verifier = self.captures.verifier
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._look_for_refusal(model, ddp)
         model_config: Any = model.config
-        are_late = any(spec.finish is not None for spec in self._layers.specs)
+        are_late = any(spec.finish is not None for spec in self.captures.specs)
         if self.refusal is None and model_config.delay_wgrad_compute and not are_late:
             log.warning(
                 "delay_wgrad_compute delays nothing in graphs: only Transformer Engine's linear layers make "
@@ -87,7 +83,7 @@ class GraphedModel:
         for ranks in (self.peers, self._learners):
             ranks.compare({**shared, "what keeps the model eager": str(self.refusal)})
         self._begin()
-        self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
+        self._row: Tensor | None = None  # one of hidden states, on no device
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
         self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
@@ -103,8 +99,8 @@ class GraphedModel:
                 self.changes.begin()
 
     def _look_for_refusal(self, model: nn.Module, ddp: nn.Module | None) -> None:
-        layers = self._layers
-        self._refuse(refusal_of(model, ddp, layers.scopes, self._config, layers.plan.why_eager))
+        captures = self.captures
+        self._refuse(refusal_of(model, ddp, captures.scopes, self._config, captures.plan.why_eager))
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report.
@@ -159,14 +155,13 @@ class GraphedModel:
 
     def has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
-        if self._rows is None:
+        if self._row is None:
             return False
         assert batch.capacity is not None
         if batch.key in self._arguments:
             return True
-        row_shape, dtype = self._rows
         rows = self.tensor.rows(batch.capacity.tokens)
-        hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
+        hidden = self._row.new_empty((rows, *self._row.shape))
         try:
             self._arguments.of(batch.key, batch.canonical_params(), hidden)
         except Exception as error:  # raised by a forward that we know nothing of
@@ -179,12 +174,12 @@ class GraphedModel:
         """Whether a micro-batch that no graph takes shows what its block is called with."""
         # Its kind is to be captured although it runs as it was given; or others' kinds are.
         is_captured_later = reason in (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
-        return is_captured_later or (self._rows is None and self.peers.run_other_packs)
+        return is_captured_later or (self._row is None and self.peers.run_other_packs)
 
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
         if hidden_states is not None and self.learns_from(reason):
-            self._rows = hidden_states.shape[1:], hidden_states.dtype
+            self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
             if self.unlearned is not None:
                 self.verifier.keep(self.unlearned, hidden_states)
         self.unlearned = None
@@ -209,7 +204,7 @@ class GraphedModel:
             loop.batch = batch
             return loop
         assert batch.reason is not None
-        self._rows = hidden_states.shape[1:], hidden_states.dtype
+        self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
         has_other_rows = batch.is_as_given and self.tensor.shards_sequence
         # Nothing was captured for it, or in the settings of now.
         is_new = batch.key.kind not in self._due.captured or batch.reason is EagerReason.NUMERICS_CHANGED
@@ -237,15 +232,15 @@ class GraphedModel:
         if not len(model.decoder.layers):
             entries.fail("its block has no layers any more")
         elif (refusal := self.refusal) is not None and (
-            self._layers.follow() or refusal.of_doors not in (None, entries.block)
+            self.captures.follow() or refusal.of_doors not in (None, entries.block)
         ):  # a host has taken back what has kept the model eager
             self.captures.reset()
-            self._look_for_refusal(model, self._layers.ddp())
+            self._look_for_refusal(model, self.captures.ddp())
             self._begin()
-        ddp = find_ddp(models, model) if self._layers.ddp() is None else None
+        ddp = find_ddp(models, model) if self.captures.ddp() is None else None
         if ddp is None:
             return
-        self._layers.ddp = weakly(ddp)
+        self.captures.ddp = weakly(ddp)
         captures = self.captures
         captures.failures.clear()  # of its hooks, which nobody expected
         self.captures.reset()
@@ -269,7 +264,7 @@ class GraphedModel:
         captures, watch = self.captures, self.captures.watch
         if captures.bank.holders():
             return False
-        is_same = watch.is_as_expected() and not self._layers.are_kept_out_otherwise()
+        is_same = watch.is_as_expected() and not captures.are_kept_out_otherwise()
         return is_same or not watch.is_watching
 
     def at_step_boundary(self, *, captures: bool = True) -> None:
@@ -305,7 +300,7 @@ class GraphedModel:
             # Somebody's hooks of saved tensors, or modes, would be part of the capture.
             is_alone = bank.reason_before_step(training=True, look_at_grads=False) is None
             has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
-            can_capture = is_alone and has_freqs and self._rows is not None and bool(dispatcher.by_cp_size)
+            can_capture = is_alone and has_freqs and self._row is not None and bool(dispatcher.by_cp_size)
             if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
                 self._capture(kinds)
         finally:
@@ -319,11 +314,10 @@ class GraphedModel:
         return not is_eager and any(kind.grad for kind in self._due.captured)
 
     def _capture(self, kinds: set[VariantKey]) -> None:
-        assert self._rows is not None
+        assert self._row is not None
         due = self._due
         self.changes.make_room()
-        params_type: Any = self.dispatcher.params_type or PACKED_SEQ_PARAMS.function()
-        variants = self.captures.prepared(self.dispatcher.variants(kinds), *self._rows, params_type)
+        variants = self.captures.prepared(self.dispatcher.variants(kinds), self._row)
         if self.rehearses:
             self.captures.rehearse(variants)
             return
@@ -403,8 +397,8 @@ class GraphedModel:
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
             "replayed_rows": replayed,
             "padding_share": 1 - valid / replayed if replayed else None,
-            "cuda_graph_modules": [*self._layers.scopes],
-            "layers": self._layers.num_sites,
+            "cuda_graph_modules": [*self.captures.scopes],
+            "layers": self.captures.num_sites,
             "sites": len(bank.specs),
             "graphs": bank.num_graphs,
             "slots": bank.num_slots,

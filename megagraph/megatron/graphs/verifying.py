@@ -18,11 +18,10 @@ from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import MicroBatch
-from megagraph.megatron.graphs.layers import found_anywhere
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
 
-__all__ = ["Verifier"]
+__all__ = ["Verifier", "found_anywhere"]
 
 # Micro-batches that ran eager for these are no examples: nothing is captured for them.
 _ARE_NO_EXAMPLES = (
@@ -32,6 +31,15 @@ _ARE_NO_EXAMPLES = (
 
 _NO_EXAMPLE = "no micro-batch that fits was kept"
 _NOT_TAKEN = "its graph did not take the micro-batch that was kept"
+
+
+def found_anywhere(
+    peers: Peers, found: Mapping[int, Why], num_sites: int, elsewhere: str
+) -> Mapping[int, Why]:
+    """Sites, by index, of which some rank of the group has found something; `elsewhere` if not this one."""
+    anywhere = peers.max_over_ranks([int(index in found) for index in range(num_sites)])
+    disagreed = EagerReason.GROUP_DISAGREED, elsewhere
+    return {index: found.get(index, disagreed) for index, is_found in enumerate(anywhere) if is_found}
 
 
 @dataclass

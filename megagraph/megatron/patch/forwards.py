@@ -275,7 +275,7 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
     given["packed_seq_params"] = batch.params
     captures = graphs.captures
     constants = captures.arguments[batch.key]
-    layers = LayersOneByOne(batch, captures.layers.plan, constants, loop, captures.bank)
+    layers = LayersOneByOne(batch, captures.plan, constants, loop, captures.bank)
     try:
         with layers.shadowing():
             out = original(**given)
