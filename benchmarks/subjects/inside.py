@@ -120,8 +120,7 @@ class Replays:
 
     def end(self, loop: Any) -> None:
         """Ends what was begun."""
-        batch, loop.batch = loop.batch, None
-        self._graphs.dispatcher.end(batch)
+        self._graphs.dispatcher.end(loop.batch)
 
     def replayed(self) -> Any:
         """What all layers make of a micro-batch, [tokens, 1, hidden]."""

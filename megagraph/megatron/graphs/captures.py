@@ -34,7 +34,6 @@ from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
 from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.verifying import Verifier, found_anywhere
-from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import (
     ParamSyncs,
     accumulator_hooks,
@@ -47,7 +46,7 @@ from megagraph.megatron.parallel.model_parallel import has_experts, schedule_of,
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
 from megagraph.megatron.scopes.parts import delaying
-from megagraph.megatron.scopes.plan import BlockPlan
+from megagraph.megatron.scopes.plan import BlockPlan, LayerStep
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS, RNG_TRACKER, called_name, stand_in
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch, keys_of, weakly
 from megagraph.report import capture_progress
@@ -60,6 +59,7 @@ class Captures:
 
     plan: BlockPlan  # the steps of the layers, of which several whole ones may be joined
     num_sites: int  # while none are joined
+    steps: Mapping[int, Sequence[LayerStep]]  # of the plan, by layer: those that run now
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Captures:
         self.ddp = weakly(ddp)  # Megatron's DDP around the model, as far as it is known and alive
         self._config, self._peers, self._entries = config, peers, arguments.entries
         self._tensor, self._context = peers.tensor, peers.context
-        self._dispatcher, self._due = dispatcher, dispatcher.due
+        self.dispatcher, self._due = dispatcher, dispatcher.due
         self.arguments = arguments  # what layers are called with, by variant
         # What of each layer is graphed; none for whole layers.
         self.scopes = scopes_of(model, config.cuda_graph_modules)
@@ -99,7 +99,6 @@ class Captures:
         self.rehearsed: tuple[int, int] | None = None
         self._last_holders = ""
         self._progress = capture_progress() if config.progress else None
-        self.loops: dict[int, LayerLoop] = {}  # what replays each variant, by its index in the bank
         self._begin(former=None)
 
     @property
@@ -125,6 +124,8 @@ class Captures:
             stay_eager=stay_eager,
         )
         self._param_syncs = ParamSyncs(self.ddp(), self.specs)
+        # Asked in each forward for what to call before a site, with its index; None if nothing ever is.
+        self.before_sites = self._param_syncs.before_sites
         slots, schedule = slots_of(model, config.cuda_graph_slots), schedule_of(model)
         # Two share memory if a forward runs beside the backward of the same chunk.
         do_face = schedule.stages == 1 and slots == 2 and schedule.has_expert_overlap
@@ -145,22 +146,11 @@ class Captures:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Has micro-batches begin on the bank of now."""
+        """Has micro-batches begin on the graphs of now."""
         bank = self.bank
-        self._dispatcher.use(bank, bank.variants, bank.eager_variants, self.watch)
-
-    def _follow_variants(self) -> None:
-        """Makes loops of variants that were captured, and lets go of those that were dropped."""
-        variants, plan, syncs = self.bank.variants, self.plan, self._param_syncs
-        for key, index in (item for item in variants.items() if item[1] not in self.loops):
-            self.loops[index] = LayerLoop(
-                key, plan, self.bank, self.arguments[key], syncs.before_sites, self._dispatcher
-            )
-        for index in self.loops.keys() - variants.values():
-            if (key := self.loops.pop(index).key) not in variants:  # else it has got other graphs
-                del self.arguments[key]
-        self._mla_tables.keep(variants)
-        self._dispatch()
+        self.steps = self.plan.walk(bank.eager_sites)
+        self._mla_tables.keep(bank.variants)
+        self.dispatcher.use(bank, bank.variants, bank.eager_variants, self.watch)
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -188,7 +178,7 @@ class Captures:
             return
         self.failures += [said for said in self.bank.take_failures() if said not in self.failures]
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
-        self._follow_variants()
+        self._dispatch()
         listen(self.bank, self.ddp())
         shapes = "; ".join(dict.fromkeys(str(variant.key.capacity) for variant in variants))
         seconds = self.bank.capture_seconds - seconds
@@ -237,7 +227,7 @@ class Captures:
 
     def is_still_right(self) -> bool:
         """Verifies a variant that is due in this state; drops every graph if that of a layer is wrong."""
-        pending, states = self.verifier.pending, self._dispatcher.states
+        pending, states = self.verifier.pending, self.dispatcher.states
         key = pending.pop(states.current, None)
         if key is None or key not in self.bank.variants:
             return True
@@ -300,7 +290,7 @@ class Captures:
 
     def _variant(self, key: VariantKey, row: Tensor) -> VariantSpec:
         """What the block is captured for; csrc/python/variant_layout.h says which buffers there are."""
-        model, dispatcher, tail, capacity = self.model, self._dispatcher, self._config.tail, key.capacity
+        model, dispatcher, tail, capacity = self.model, self.dispatcher, self._config.tail, key.capacity
         assert capacity is not None
         rows = self._tensor.rows(capacity.tokens)
         hidden = row.new_empty((rows, *row.shape))
@@ -487,14 +477,14 @@ class Captures:
         self.bank.release()
         self._peers.let_go()
         self.arguments.clear()
-        self._mla_tables.keep(())
-        self.loops.clear()
         self._begin(self.bank, self.watch.stay_eager if self._has_sites_of_now() else ())
 
     def drop(self, keys: Sequence[VariantKey]) -> None:
         """Releases the graphs of some variants. Only if no slot is held."""
         self.bank.drop(keys)
-        self._follow_variants()
+        for key in keys:
+            self.arguments.pop(key, None)
+        self._dispatch()
 
 
 # -- while layers are captured -----------------------------------------------------------------------

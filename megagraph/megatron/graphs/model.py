@@ -197,12 +197,10 @@ class GraphedModel:
             return None
         if batch.key.by_token:
             self._arguments.set_freqs(batch, table)
-        if (variant := self.dispatcher.begin(batch)) is not None:
+        if self.dispatcher.begin(batch) is not None:
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
-            loop = self.captures.loops[variant]
-            loop.batch = batch
-            return loop
+            return LayerLoop(self.captures, batch)
         assert batch.reason is not None
         self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
         has_other_rows = batch.is_as_given and self.tensor.shards_sequence

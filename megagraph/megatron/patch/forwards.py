@@ -226,7 +226,6 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
             out = original(block, hidden_states, None, *args, **kwargs)
         finally:
             del block.__dict__["layers"]
-            loop.batch, loop.kept = None, {}
             graphs.dispatcher.end(batch)
         cut = batch.cut(out)
         # The schedule keeps what it hands on over later forwards, and this may be the slot's memory.
@@ -273,15 +272,12 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
         return original(**given)
     loop = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
     given["packed_seq_params"] = batch.params
-    captures = graphs.captures
-    constants = captures.arguments[batch.key]
-    layers = LayersOneByOne(batch, captures.plan, constants, loop, captures.bank)
+    layers = LayersOneByOne(graphs.captures, batch, replays=loop is not None)
     try:
         with layers.shadowing():
             out = original(**given)
     finally:
         if loop is not None:
-            loop.batch = None
             graphs.dispatcher.end(batch)
     if loop is not None and layers.num_called == 0:
         graphs.count_as_given(graphs.entries.block_missed(batch))

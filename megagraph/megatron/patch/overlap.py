@@ -47,7 +47,6 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
 from megagraph.megatron.graphs.model import GraphedModel
-from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.patch.decision import decide
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes.moe import let_go_of
@@ -139,7 +138,7 @@ class _Passage:
 
     def __init__(self, graphs: GraphedModel, batch: MicroBatch | EagerReason | None) -> None:
         self._graphs, self._batch = graphs, batch
-        self._loop: LayerLoop | None = None  # of a micro-batch whose layers replay
+        self._replays = False  # the layers of a micro-batch do
         self._before_site: Callable[[int], None] | None = None
         self._has_replayed = False
         self._let_go: dict[int, Callable[[], None]] = {}  # by layer: of what was routed in a graph
@@ -159,27 +158,27 @@ class _Passage:
         """Ends the lease, behind the last node or where the schedule raises."""
         graphs, batch = self._graphs, self._batch
         assert isinstance(batch, MicroBatch)
-        graphs.end_plan = self._loop = self._handed_on = None
+        graphs.end_plan = self._handed_on = None
+        self._replays = False
         while self._let_go:
             self._let_go.popitem()[1]()
         graphs.dispatcher.end(batch)
 
     def _begin(self, state: Any, entered: Tensor) -> None:
         """Where a call enters the block."""
-        graphs, batch = self._graphs, self._batch
+        graphs, batch, captures = self._graphs, self._batch, self._graphs.captures
         table, mask = state.rotary_pos_emb, state.padding_mask
         if isinstance(batch, EagerReason):
             graphs.look_at_table(table, state.packed_seq_params, entered)
             graphs.count_as_given(batch, entered)
-        elif batch is not None and (loop := graphs.begin(batch, entered, table, mask)) is not None:
+        elif batch is not None and graphs.begin(batch, entered, table, mask) is not None:
             graphs.end_plan = self.end
             tables = {name: getattr(state, name) for name in _TABLES}
-            if mask is batch.mask and loop.constants.hold(tables):
-                self._loop = loop
-                self._before_site = loop.before_sites and loop.before_sites()
+            self._replays = mask is batch.mask and captures.arguments[batch.key].hold(tables)
+            if self._replays:
+                self._before_site = captures.before_sites and captures.before_sites()
             else:
                 graphs.dispatcher.turn_eager(batch, entered, table, mask)
-            loop.batch = None
 
     def _first(
         self, index: int, layer: Any, mixture: Any, submodule: _Function, node: Any, hidden_states: Tensor
@@ -192,8 +191,8 @@ class _Passage:
             return _run(submodule, mixture, node, hidden_states)
         with self._graphs.runs(batch):
             attended: Tensor | None = None
-            if self._loop is not None:
-                out, front = self._replay(self._loop.steps_of(index), node, hidden_states)
+            if self._replays:
+                out, front = self._replay(index, node, hidden_states)
                 if front is not None:
                     self._let_go[index] = let_go_of(mixture)
                     # For the other nodes what Megatron's own first one would leave.
@@ -212,14 +211,15 @@ class _Passage:
                     stand_in(afterwards, layer, "_forward_attention", lambda **_: (attended, None))
                 return _run(submodule, mixture, node, hidden_states)
 
-    def _replay(self, steps: Sequence[LayerStep], node: Any, before: Tensor) -> tuple[Any, _Function | None]:
+    def _replay(self, index: int, node: Any, before: Tensor) -> tuple[Any, _Function | None]:
         """Replays the site of a layer.
 
         Returns hidden states behind attention, or None if nothing has run; or what a router in the graph
         has left, and what goes on from there.
         """
-        loop, batch, captures = self._loop, self._batch, self._graphs.captures
-        assert loop is not None and isinstance(batch, MicroBatch)
+        batch, captures = self._batch, self._graphs.captures
+        assert isinstance(batch, MicroBatch)
+        bank, steps = captures.bank, captures.steps[index]
         attended, self._handed_on, handed_on = None, None, self._handed_on
         for step in steps:
             if step.is_whole and step.site is None:
@@ -231,14 +231,14 @@ class _Passage:
                 continue
             if self._before_site is not None:
                 self._before_site(step.site)
-            out = loop.sites[step.site](before)
+            out = bank.sites[step.site](before)
             if out is NotImplemented:
                 break
             self._has_replayed = True
             if handed_on is not None:
                 free_if_unread(handed_on, before)
             if node.delay_wgrad_compute:
-                node.bwd_dw_callables = [_Late(steps, step, captures.bank.take_finish())]
+                node.bwd_dw_callables = [_Late(steps, step, bank.take_finish())]
             front = steps[-1].front
             return out, front
         return attended, None

@@ -29,7 +29,6 @@ from megagraph.megatron.scopes.parts import (
     delaying,
     experts_of,
     forget_delayed,
-    is_mamba,
     run_layer,
     why_not_halved,
 )
@@ -87,8 +86,6 @@ class BlockPlan:
         layers: Sequence[nn.Module] = [*block.layers]
         self._layers = [weakref.ref(layer) for layer in layers]
         self._context = _context_in(block)
-        # Which layers, by their place, take and return what Mamba's do.
-        self.mamba_layers = frozenset(index for index, layer in enumerate(layers) if is_mamba(layer))
         self.notes: list[str] = []  # what stays eager of layers that are graphed for the rest
         self.steps: list[LayerStep] = []
         # Sites that stay eager for what their layer is, or is not to be split into, by index.
@@ -137,17 +134,15 @@ class BlockPlan:
         """Of one layer."""
         return [step for step in self.steps if step.layer <= layer < step.layer + step.num_layers]
 
-    def walk(self, eager_sites: Collection[int]) -> list[LayerStep]:
-        """The steps of all layers; one whose site has no graph, for a hook, say, is one step: its call."""
-        found = []
-        for _layer, neighbours in itertools.groupby(self.steps, key=lambda step: step.layer):
-            steps = [*neighbours]
+    def walk(self, eager_sites: Collection[int]) -> dict[int, list[LayerStep]]:
+        """The steps of each layer; if its site has no graph, for a hook, say, there is one step: its call."""
+        found = {}
+        for layer, neighbours in itertools.groupby(self.steps, key=lambda step: step.layer):
+            found[layer] = steps = [*neighbours]
             eager = next((step for step in steps if step.site in eager_sites), None)
-            if eager is None:
-                found += steps
-            else:
+            if eager is not None:
                 run = eager.run if eager.num_layers > 1 else run_layer
-                found.append(dataclasses.replace(eager, run=run, is_whole=True))
+                found[layer] = [dataclasses.replace(eager, run=run, is_whole=True)]
         return found
 
     def no_longer_graphed(self) -> Mapping[int, Why]:
