@@ -49,7 +49,7 @@ _LARGEST_GRADIENT = 2.0**10
 _INPUT = "gradient of the input"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Example:
     """A micro-batch of a variant."""
 

@@ -411,7 +411,7 @@ class Captures:
     def _why_apart(self) -> str:
         if not self._entries.are_megatrons:
             return "a forward that overrides Megatron's calls them one by one"
-        if not any(step.is_whole for step in self.plan.steps):
+        if all(step.parts for step in self.plan.steps):
             return "cuda_graph_modules leaves something eager in each of them"
         return "each stands by itself between buckets of gradients, or between layers that stay eager"
 

@@ -68,11 +68,6 @@ class Doors:
         overrides = f"{self.called} overrides {self.own} and has no parameter"
         self.problem = f"{overrides} {missing}" if missing else ""
 
-    @property
-    def where(self) -> str:
-        """The function that the plugin acts in, or around."""
-        return self.own if self.is_own else self.called
-
 
 class Entries:
     """How a model and its block of layers are entered."""
@@ -129,7 +124,10 @@ class Entries:
         """The same of a micro-batch that did not get to where the plugin acts in the block."""
         if isinstance(batch, EagerReason):
             return batch
-        self.fail(f"some calls do not reach {self.block.where}, where the plugin acts")
+        doors = self.block
+        self.fail(
+            f"some calls do not reach {doors.own if doors.is_own else doors.called}, where the plugin acts"
+        )
         return EagerReason.SCOPE_UNSUPPORTED
 
     def settle(self) -> str:

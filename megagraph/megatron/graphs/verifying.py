@@ -42,15 +42,12 @@ def found_anywhere(
     return {index: found.get(index, disagreed) for index, is_found in enumerate(anywhere) if is_found}
 
 
-@dataclass
-class _Kept:
+@dataclass(kw_only=True)
+class _Kept(Example):
     """A micro-batch, in memory of its own."""
 
     shape: PackShape
     capacity: Capacity | None  # to whose rows it was padded before it was entered, where ranks share them
-    hidden: Tensor
-    sources: Sequence[Tensor]
-    grad: Tensor | None = None
 
     def fits(self, capacity: Capacity) -> bool:
         """Whether a capacity holds it."""
@@ -146,10 +143,9 @@ class Verifier:
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), _NO_EXAMPLE))
             return None
         start = time.perf_counter()
-        valid = self._valid_rows(kept, key)
-        example = Example(hidden=kept.hidden, sources=kept.sources, grad=kept.grad, valid_rows=valid)
+        kept.valid_rows = self._valid_rows(kept, key)
         try:
-            verification = verify(bank, key, example)
+            verification = verify(bank, key, kept)
         except KeptMemoryError as error:
             self._kept_memory = f"a module keeps memory of its call, over which graphs would write: {error}"
             return None

@@ -184,7 +184,7 @@ class LayersOneByOne:
     def _steps(self, index: int, run_forward: Callable[..., Tensor]) -> Sequence[LayerStep]:
         """Of a layer. All of it is its own forward: the call, with its hooks, is what came here."""
         steps = self._captures.steps[index]
-        if self._replays and not steps[0].is_whole:
+        if self._replays and steps[0].parts:
             return steps
         return [dataclasses.replace(steps[0], run=run_forward)]
 

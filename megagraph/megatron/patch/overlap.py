@@ -222,7 +222,7 @@ class _Passage:
         bank, steps = captures.bank, captures.steps[index]
         attended, self._handed_on, handed_on = None, None, self._handed_on
         for step in steps:
-            if step.is_whole and step.site is None:
+            if step.site is None and not step.parts:
                 break
             if step.site is None:  # attention before a router in a graph
                 rows = batch.pad(before) if step.layer == 0 else before
@@ -239,8 +239,7 @@ class _Passage:
                 free_if_unread(handed_on, before)
             if node.delay_wgrad_compute:
                 node.bwd_dw_callables = [_Late(steps, step, bank.take_finish())]
-            front = steps[-1].front
-            return out, front
+            return out, steps[-1].parts[-1].front if steps[-1].parts else None
         return attended, None
 
     def _last(self, index: int, is_end: bool, submodule: _Function, node: Any, *given: Any) -> Any:

@@ -57,10 +57,8 @@ class LayerStep:
     site: int | None  # its index among the sites, if it is one
     layer: int  # the place of the first one in the block
     run: Run  # eager, inside of the block
-    is_whole: bool  # it is all of the layer
     num_layers: int = 1
-    front: Callable[[Any, Any], Any] | None = None  # of the last part, if that stays eager behind a router
-    parts: Sequence[LayerPart] = ()  # none are all
+    parts: Sequence[LayerPart] = ()  # none for all of the layer
 
     def run_late(self, layer: nn.Module) -> None:
         """Makes what gradients of weights its backward has left, the last part's first."""
@@ -142,7 +140,7 @@ class BlockPlan:
             eager = next((step for step in steps if step.site in eager_sites), None)
             if eager is not None:
                 run = eager.run if eager.num_layers > 1 else run_layer
-                found[layer] = [dataclasses.replace(eager, run=run, is_whole=True)]
+                found[layer] = [dataclasses.replace(eager, run=run, parts=())]
         return found
 
     def no_longer_graphed(self) -> Mapping[int, Why]:
@@ -190,7 +188,7 @@ class BlockPlan:
         groups: list[list[LayerStep]] = []
         may_follow = False
         for step in self.steps:
-            may_join = step.site is not None and step.is_whole and step.site not in alone
+            may_join = step.site is not None and not step.parts and step.site not in alone
             if may_join and may_follow and step.site not in borders:
                 groups[-1].append(step)
             else:
@@ -278,12 +276,7 @@ class BlockPlan:
         else:
             step = EagerPart(name=name, module=layer, forward=self._alone(run))
         site = len(self.specs) if is_site else None
-        front = parts[-1].front if parts else None
-        self.steps.append(
-            LayerStep(
-                step=step, site=site, layer=index, run=run, is_whole=not parts, front=front, parts=parts
-            )
-        )
+        self.steps.append(LayerStep(step=step, site=site, layer=index, run=run, parts=parts))
         if isinstance(step, SiteSpec) and _is_planned(layer) and delaying(step.modules()):
             step.finish, step.forget = self.steps[-1].run_late, forget_delayed
 
