@@ -44,10 +44,10 @@ from megagraph.megatron.parallel.ddp import (
 from megagraph.megatron.parallel.groups import refused_for_groups
 from megagraph.megatron.parallel.model_parallel import has_experts, schedule_of, slots_of
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
+from megagraph.megatron.scopes.moe import make_scale
 from megagraph.megatron.scopes.parts import delaying
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep
-from megagraph.megatron.seams import PACKED_SEQ_PARAMS, RNG_TRACKER, called_name, stand_in
+from megagraph.megatron.seams import PACKED_SEQ_PARAMS, RNG_TRACKER, called_name, moe_metrics, stand_in
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch, keys_of, weakly
 from megagraph.report import capture_progress
 
@@ -496,10 +496,13 @@ def step_kept(module: nn.Module) -> Iterator[None]:
     first = "is_first_microbatch"
     flags = [(child, getattr(child, first)) for child in module.modules() if hasattr(child, first)]
     make_scale(module)
+    metrics = set(moe_metrics())
     try:
-        with new_metrics_are_empty():
-            yield
+        yield
     finally:
+        for name, values in moe_metrics().items():
+            if name not in metrics:
+                values.zero_()
         for child, flag in flags:
             setattr(child, first, flag)
 

@@ -51,7 +51,7 @@ from megagraph.megatron.scopes.parts import MLP, LayerPart, Run, experts_of, in_
 __all__ = [
     *("DISPATCHED", "EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER", "UNROUTED"),
     *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "is_freed", "let_go_of"),
-    *("make_scale", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
+    *("make_scale", "read_by_routers", "recomputes", "take_permuted"),
     "unsupported_routing",
 ]
 
@@ -75,18 +75,6 @@ def make_scale(block: nn.Module) -> None:
     router: Any = next((module for module in block.modules() if isinstance(module, Router)), None)
     if router is not None and MoEAuxLossAutoScaler.main_loss_backward_scale is None:
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device=router.weight.device)
-
-
-@contextlib.contextmanager
-def new_metrics_are_empty() -> Iterator[None]:
-    """Around work that is to leave no trace: metrics that come up inside hold zeros afterwards."""
-    before = set(seams.moe_metrics())
-    try:
-        yield
-    finally:
-        for name, values in seams.moe_metrics().items():
-            if name not in before:
-                values.zero_()
 
 
 _NOTHING = contextlib.nullcontext()
@@ -147,18 +135,9 @@ def let_go_of(mixture: Any) -> Callable[[], None]:
     return let_go
 
 
-@contextlib.contextmanager
-def _letting_go(mixture: Any) -> Iterator[None]:
-    """Around a dispatch and its combine."""
-    let_go = let_go_of(mixture)
-    try:
-        yield
-    finally:
-        let_go()
-
-
 def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
-    with _letting_go(layer.mlp):
+    with contextlib.ExitStack() as afterwards:
+        afterwards.callback(let_go_of(layer.mlp))
         return run_mlp(layer, hidden_states, arguments)
 
 
@@ -200,7 +179,8 @@ def _behind(front: Callable[[Any, Sequence[Tensor]], _Front]) -> Run:
 
     def run(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
         mixture = layer.mlp
-        with _letting_go(mixture):
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(let_go_of(mixture))
             hidden, probs, shared, residual = front(layer, before)
             hidden, probs = mixture.dispatch(hidden, probs)
             hidden, bias = mixture.routed_experts_compute(hidden, probs)

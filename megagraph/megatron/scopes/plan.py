@@ -128,10 +128,6 @@ class BlockPlan:
         """The layers that still exist."""
         return [layer for ref in self._layers if (layer := ref()) is not None]
 
-    def steps_of(self, layer: int) -> list[LayerStep]:
-        """Of one layer."""
-        return [step for step in self.steps if step.layer <= layer < step.layer + step.num_layers]
-
     def walk(self, eager_sites: Collection[int]) -> dict[int, list[LayerStep]]:
         """The steps of each layer; if its site has no graph, for a hook, say, there is one step: its call."""
         found = {}
@@ -149,7 +145,8 @@ class BlockPlan:
         for index, (parts, is_split) in self._graphed.items():
             layer = self._layers[index]()
             if layer is not None and (why := _unsupported(layer, parts, is_split)) is not None:
-                sites = (step.site for step in self.steps_of(index) if step.site is not None)
+                steps = (it for it in self.steps if it.layer <= index < it.layer + it.num_layers)
+                sites = (step.site for step in steps if step.site is not None)
                 found.update(dict.fromkeys(sites, (EagerReason.SCOPE_UNSUPPORTED, why)))
         return found
 
