@@ -132,7 +132,7 @@ class Plugin:
         self._num_named[kind] += 1
         return kind if self._num_named[kind] == 1 else f"{kind} #{self._num_named[kind]}"
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Of models that are gone the graphs go and the figures stay.
 
         Not when they go: garbage is collected in the middle of anything, a capture or a trace.
@@ -145,12 +145,12 @@ class Plugin:
 
     def reports(self) -> list[dict[str, Any]]:
         """What every model did so far, also those that are gone. Waits for the device."""
-        self._retire()
+        self.retire()
         return [report for report, _leases in self._retired] + [it.report() for it in self.all_graphs()]
 
     def leases(self) -> dict[str, list[Any]]:
         """When slots were last leased, by the names of models that have several, gone ones included."""
-        self._retire()
+        self.retire()
         gone = ((report["model"], leases) for report, leases in self._retired)
         living = ((graphs.name, graphs.captures.bank.last_leases()) for graphs in self.all_graphs())
         return {name: leases for name, leases in (*gone, *living) if leases}
@@ -175,7 +175,7 @@ class Plugin:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
             outer = self.step_models, self.step_graphs
-            self._retire()
+            self.retire()
             inside = self._graphs_inside(models)
             self.step_models, self.step_graphs = models, set(inside)
             try:
@@ -218,7 +218,7 @@ class Plugin:
         """Wraps what destroys process groups: graphs that hold their collectives go first."""
 
         def destroy(*args: Any, **kwargs: Any) -> Any:
-            self._retire()
+            self.retire()
             group = args[0] if args else kwargs.get("group")  # None is every group
             for graphs in self.all_graphs():
                 if graphs.peers.use(group):
@@ -227,11 +227,6 @@ class Plugin:
             return original(*args, **kwargs)
 
         return destroy
-
-    def free_gone(self) -> None:
-        """Before a call of a model outside of its own step: frees what models that are gone have left."""
-        if not self.step_models:
-            self._retire()
 
     def capture_inside(self, graphs: GraphedModel) -> bool:
         """Inside a step, before a call that is due: captures what no step begins with. Whether it has tried.
@@ -255,7 +250,7 @@ class Plugin:
         """Drops every graph of every model, and lets go of them and of all that runs from now on."""
         self.is_over = True
         let_speak(False)
-        self._retire()
+        self.retire()
         for graphs in self.all_graphs():
             graphs.captures.bank.release()
         for finalizer in self._finalizers:  # which the models keep alive, and their arguments with them

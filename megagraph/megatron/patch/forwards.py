@@ -112,8 +112,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
         against, is_step, dispatcher = None, False, graphs.dispatcher
         if graphs not in plugin.step_graphs:
-            if plugin.gone:
-                plugin.free_gone()
+            if plugin.gone and not plugin.step_models:
+                plugin.retire()
             against = dispatcher.eager_reason(params, tokens, entries.are_settled)
             if against is None:  # a step of its own; in another model's what is due waits: `capture_inside()`
                 graphs.at_step_boundary(captures=not plugin.step_models)
