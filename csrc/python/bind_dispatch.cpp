@@ -147,7 +147,6 @@ void bind_dispatch(py::module_& m) {
       .def("constant_params", &MicroBatch::constant_params)
       .def("enter", &MicroBatch::enter, py::arg("given"), py::arg("row_lists"))
       .def("take_mask", &MicroBatch::take_mask, py::arg("mask"), py::arg("hidden_states"))
-      .def("replace_mask", &MicroBatch::replace_mask, py::arg("mask"))
       .def("take_freqs", &MicroBatch::take_freqs, py::arg("table"))
       .def("layer_arguments", &MicroBatch::layer_arguments)
       .def("pad", &MicroBatch::pad, py::arg("hidden_states"))
