@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Constants, Site, VariantKey
+from megagraph._C import Site
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import MicroBatch
