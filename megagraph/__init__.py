@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megagraph.config import Capacity as Capacity
     from megagraph.config import GraphConfig as GraphConfig
-    from megagraph.decide.reasons import EagerReason as EagerReason
     from megagraph.megatron.parallel.context import context_groups as context_groups
     from megagraph.megatron.patch.installation import install as install
     from megagraph.megatron.patch.installation import reports as reports
@@ -33,12 +32,13 @@ if TYPE_CHECKING:
     from megagraph.megatron.specs import get_hybrid_stack_varlen_spec as get_hybrid_stack_varlen_spec
     from megagraph.megatron.specs import with_grouped_experts as with_grouped_experts
     from megagraph.megatron.watch import watch as watch
+    from megagraph.reasons import EagerReason as EagerReason
 
     __version__: str
 
 _NAMES = {
     "megagraph.config": ("Capacity", "GraphConfig"),
-    "megagraph.decide.reasons": ("EagerReason",),
+    "megagraph.reasons": ("EagerReason",),
     "megagraph.megatron.parallel.context": ("context_groups",),
     "megagraph.megatron.patch.installation": ("install", "reports", "resume", "suspend", "uninstall"),
     "megagraph.megatron.plugin": ("disable_cuda_graphs_this_step", "is_cuda_graph_skipped"),

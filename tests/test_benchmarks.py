@@ -31,10 +31,10 @@ from benchmarks.measuring.results import RESULTS, Figure, measure, read_result, 
 from benchmarks.subjects import costs, layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
-from megagraph.decide.reasons import EagerReason  # noqa: E402
 from megagraph.demo.cpu import megatron_on_cpu  # noqa: E402
 from megagraph.demo.packs import Pack  # noqa: E402
 from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
+from megagraph.reasons import EagerReason  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")
 BENCHMARKS: dict[str, Any] = {it: importlib.import_module(f"benchmarks.bench_{it}") for it in command.NAMES}

@@ -14,7 +14,7 @@ import pytest
 import megagraph
 from megagraph.cli import main
 from megagraph.config import MODULES, UPSTREAM_MODULES
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

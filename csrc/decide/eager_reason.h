@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Why a call ran eager. Closed: megagraph/decide/reasons.py lists the same names in the same order,
+// Why a call ran eager. Closed: megagraph/reasons.py lists the same names in the same order,
 // and a test compares them. A reason is added by review only.
 #pragma once
 

@@ -21,8 +21,8 @@ from megagraph.bank.capture import BankOptions, CapturePlan
 from megagraph.bank.restore import main_grad_of, written_by
 from megagraph.bank.rng import RngSources
 from megagraph.bank.sites import CapturedVariant, CaptureError, EagerPart, SiteSpec, VariantSpec
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
+from megagraph.reasons import EagerReason
 
 __all__ = ["Bank", "Progress"]
 

@@ -46,7 +46,7 @@ from megagraph.bank.rng import (
     rewinds_of_default_generator,
 )
 from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, as_tuple
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 __all__ = [
     "GAVE_UP",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 __all__ = [
     "CaptureError",

@@ -40,7 +40,7 @@ from megagraph.bank.capture import GAVE_UP, GroupGaveUp, finish_backward, gradie
 from megagraph.bank.restore import KeptGradients, Results, written_by
 from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 __all__ = ["Difference", "Example", "Verification", "verify"]
 

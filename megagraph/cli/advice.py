@@ -16,7 +16,7 @@ import torch  # noqa: F401  # whose libraries the core needs
 
 from megagraph._C import Capacity, PackShape, best_capacities
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import verdict
+from megagraph.reasons import verdict
 
 __all__ = ["FEWEST_PAIRS", "Advice", "Block", "Findings", "Interval", "Packs", "advice_on", "interval_of"]
 

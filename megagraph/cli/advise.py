@@ -21,8 +21,8 @@ from megagraph.cli.options import config_of
 from megagraph.cli.scripts import add_script, check_script, run_steps
 from megagraph.cli.trial import FEWEST_STEPS, Trial
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import verdict
 from megagraph.log import rank
+from megagraph.reasons import verdict
 from megagraph.report import quartiles, versions
 
 __all__ = ["add_parser"]

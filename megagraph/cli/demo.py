@@ -25,12 +25,12 @@ import megagraph
 from megagraph.cli.ends import ExitCode, Screen, write_json
 from megagraph.cli.reports import report_table
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import verdict
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import load_documents
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
+from megagraph.reasons import verdict
 from megagraph.report import STANDARD_OUTPUT, check_target, versions
 
 __all__ = ["add_parser", "quiet_megatron"]

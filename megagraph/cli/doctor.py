@@ -25,9 +25,9 @@ from megagraph.cli.options import config_of
 from megagraph.cli.reports import read_report
 from megagraph.cli.scripts import add_script, check_script
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import remedy_of, verdict
 from megagraph.log import rank
 from megagraph.megatron import seams
+from megagraph.reasons import remedy_of, verdict
 
 __all__ = ["add_parser"]
 

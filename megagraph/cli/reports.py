@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megagraph.cli.ends import Screen, add_json, write_json
-from megagraph.decide.reasons import verdict
+from megagraph.reasons import verdict
 from megagraph.report import FORMAT, ModelReport, check_target, path_of_stage
 
 __all__ = ["Lease", "add_parser", "draw_timeline", "read_leases", "read_report", "report_table"]

@@ -15,9 +15,9 @@ from megagraph.cli.options import config_of
 from megagraph.cli.reports import report_table
 from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import verdict
 from megagraph.log import rank
 from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.reasons import verdict
 from megagraph.report import check_target
 
 __all__ = ["add_parser", "saved"]

@@ -25,9 +25,9 @@ from megagraph._C import PackShape
 from megagraph.cli.advice import FEWEST_PAIRS, Block, Findings, Packs
 from megagraph.cli.scripts import EnoughError
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin, disable_cuda_graphs_this_step
+from megagraph.reasons import EagerReason
 
 __all__ = ["FEWEST_STEPS", "Trial"]
 

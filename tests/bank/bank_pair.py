@@ -21,7 +21,7 @@ from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions
 from megagraph.bank.sites import CapturedVariant, EagerPart, SiteSpec, VariantSpec
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 WIDTH = 8
 ROWS = 6

@@ -13,7 +13,7 @@ from bank_pair import WIDTH, Block, Pair
 from torch import Tensor, nn
 
 from megagraph._C import PlainAttributes, plain_tensors
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 
 class Keeps(nn.Module):

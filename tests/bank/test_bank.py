@@ -12,7 +12,7 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 MAIN_GRAD = pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 

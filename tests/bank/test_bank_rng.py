@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megagraph.bank.rng import Rewinds, RngSources, rewinds_of_default_generator
 from megagraph.bank.verify import verify
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 
 def with_dropout(count: int = 3) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from megagraph import _C
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 Forward = Callable[[Tensor], Tensor]
 Use = Callable[[Tensor, Tensor], Tensor]

@@ -15,8 +15,8 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
+from megagraph.reasons import EagerReason
 
 TOO_MANY = 1 << 46
 Trouble = Callable[[Tensor], object]

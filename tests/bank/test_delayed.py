@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import SiteSpec
 from megagraph.bank.verify import Example, verify
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 
 class DelayedBlock(nn.Module):

@@ -10,7 +10,7 @@ from bank_pair import Block, give_main_grads
 from torch import Tensor, nn
 
 from megagraph.bank.sites import SiteSpec, ineligible_sites
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 
 def found(modules: Sequence[nn.Module], **options: Any) -> Mapping[int, tuple[EagerReason, str]]:

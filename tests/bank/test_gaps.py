@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import EagerPart, SiteSpec, ineligible_sites
 from megagraph.bank.verify import Example, verify
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 CHOICES = 3
 

@@ -24,7 +24,7 @@ from megagraph.bank.backends import CudaBackend, KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions
 from megagraph.bank.verify import Example, Verification, verify
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 pytestmark = pytest.mark.gpu
 COPIES, MANY_ROWS = 64, 1 << 15

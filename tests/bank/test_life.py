@@ -14,7 +14,7 @@ from torch import Tensor
 from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import EagerPart
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 State = _C.BankState
 Change = Callable[[Tensor], Tensor]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph._C import MetadataSpec
-from megagraph.decide.reasons import EagerReason
 from megagraph.packs import ops
+from megagraph.reasons import EagerReason
 
 
 def test_packs_of_any_length_have_the_bits_of_the_canonical_pack(device: str) -> None:

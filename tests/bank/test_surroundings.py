@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.bank.bank import Bank
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 Run = Callable[[Tensor], Tensor]
 Derive = Callable[[Run, Tensor], Tensor]

@@ -24,9 +24,9 @@ from megagraph.cli.advice import Advice, Block, Findings, Packs, advice_on, inte
 from megagraph.cli.scripts import EnoughError, run_steps
 from megagraph.cli.trial import Trial
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.plugin import is_cuda_graph_skipped
+from megagraph.reasons import EagerReason
 
 Pair = tuple[Block, Block]
 

@@ -10,7 +10,7 @@ from run_scripts import TOML, TRAINING, Files
 
 from megagraph.cli import main
 from megagraph.cli.run import saved
-from megagraph.decide.reasons import EagerReason, verdict
+from megagraph.reasons import EagerReason, verdict
 
 REASONS = Path(__file__).parents[2] / "docs" / "reasons.md"
 

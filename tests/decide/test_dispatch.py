@@ -17,7 +17,7 @@ from torch import nn
 
 from megagraph import _C
 from megagraph._C import Capacity, PackForm, PackShape, VariantKey
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 DISABLED = EagerReason.DISABLED
 DIMENSIONS = ("tokens", "num_seqs", "max_seqlen")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megagraph import _C
 from megagraph._C import Capacity, PackForm, PackShape, VariantKey, capacities_for, needs_of
-from megagraph.decide.reasons import EagerReason
+from megagraph.reasons import EagerReason
 
 TRAINING = VariantKey(None, PackForm(False, False, None), grad=True)
 OTHER = TRAINING.replace(form=PackForm(True, False, None))

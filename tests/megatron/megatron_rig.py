@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import megagraph
 from megagraph._C import Capacity
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.specs import with_grouped_experts
+from megagraph.reasons import EagerReason
 
 Install = Callable[..., GraphConfig]  # the fixture `install`
 VOCAB = 64

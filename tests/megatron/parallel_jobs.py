@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megagraph
 from megagraph.bank import capture, verify
 from megagraph.bank.bank import Bank
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.captures import Captures
+from megagraph.reasons import EagerReason
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 PACKS = 2  # of each step that ranks train

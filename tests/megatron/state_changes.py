@@ -13,8 +13,8 @@ from megatron_rig import OPTIONS, Pair
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
+from megagraph.reasons import EagerReason
 
 Undo = Callable[[], None]
 Do = Callable[[Trainer], Undo]

@@ -26,12 +26,12 @@ from worlds import on_ranks
 import megagraph
 from megagraph._C import Capacity
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import dispatcher
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel import peers
 from megagraph.megatron.parallel.model_parallel import splits
+from megagraph.reasons import EagerReason
 
 LAYERS = OPTIONS.layers
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

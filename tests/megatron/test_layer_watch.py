@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from megagraph.bank.sites import SiteSpec, ineligible_sites
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.watch import LayerWatch
+from megagraph.reasons import EagerReason
 
 _MOVED, _OTHERS, _HOOK = EagerReason.ADDRESS_MOVED, EagerReason.PARAMETERS_CHANGED, EagerReason.FOREIGN_HOOK
 

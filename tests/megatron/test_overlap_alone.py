@@ -41,10 +41,10 @@ from benchmarks.subjects import overlap
 from benchmarks.subjects.overlap import keep_busy
 from benchmarks.subjects.packs import MICRO_BATCHES
 from benchmarks.subjects.steps import step_case
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron import seams
 from megagraph.megatron.patch import overlap as plans
 from megagraph.megatron.scopes.plan import BlockPlan
+from megagraph.reasons import EagerReason
 
 pytestmark = pytest.mark.both
 

@@ -20,10 +20,10 @@ from test_docs import SCOPES as SCOPES_PAGE
 from test_docs import read, rows_of
 
 import megagraph
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import gpt_model, transformer_config
 from megagraph.megatron.graphs import refusals
 from megagraph.megatron.graphs.refusals import broken_rule, legal_scopes, refusal_of, scopes_of
+from megagraph.reasons import EagerReason
 
 pytestmark = pytest.mark.both
 

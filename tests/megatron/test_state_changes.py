@@ -19,8 +19,8 @@ from state_changes import CHANGES, Probe, Undo, probe
 from torch.profiler import ProfilerActivity, profile
 
 import megagraph
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
+from megagraph.reasons import EagerReason
 
 OURS, ENGINE = "our attention", "Transformer Engine"
 PROBED = {"prepare": rig.around_mlps(Probe)}

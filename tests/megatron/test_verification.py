@@ -19,11 +19,11 @@ from torch import Tensor, nn
 import megagraph
 from megagraph._C import Capacity
 from megagraph.bank.verify import verify
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.peers import HostGroup
+from megagraph.reasons import EagerReason
 
 
 def _baked(chunk: Any) -> None:

@@ -28,7 +28,6 @@ from megagraph.bank.bank import Bank
 from megagraph.bank.capture import GAVE_UP, BankOptions, GroupGaveUp
 from megagraph.bank.sites import SiteSpec, VariantSpec, ineligible_sites
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
@@ -49,6 +48,7 @@ from megagraph.megatron.scopes.parts import delaying
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS, RNG_TRACKER, called_name, moe_metrics, stand_in
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch, keys_of, weakly
+from megagraph.reasons import EagerReason, Why
 from megagraph.report import capture_progress
 
 __all__ = ["Captures", "capturing", "step_kept"]

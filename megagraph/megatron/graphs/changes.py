@@ -25,12 +25,12 @@ import torch
 
 from megagraph import _C
 from megagraph._C import VariantKey
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.moe import forget_calls
+from megagraph.reasons import EagerReason
 
 __all__ = ["Changes"]
 

@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 
 from megagraph._C import MicroBatch
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.seams import BLOCK_FORWARD, GPT_FORWARD, called_name, hybrid_seams, made_in
 from megagraph.megatron.watch import weakly
+from megagraph.reasons import EagerReason
 
 __all__ = ["Doors", "Entries", "is_ours", "names_of"]
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph._C import VariantKey
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log, subject
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.changes import Changes
@@ -28,6 +27,7 @@ from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.watch import weakly
+from megagraph.reasons import EagerReason
 
 __all__ = ["GraphedModel"]
 
@@ -197,7 +197,7 @@ class GraphedModel:
             return None
         if batch.key.by_token:
             self._arguments.set_freqs(batch, table)
-        if self.dispatcher.begin(batch) is not None:
+        if self.dispatcher.begin(batch):
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
             return LayerLoop(self.captures, batch)

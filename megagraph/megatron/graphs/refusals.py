@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from megagraph.config import GraphConfig, graph_modules
-from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.entry import Doors
@@ -23,6 +22,7 @@ from megagraph.megatron.parallel.context import unsupported_sharing
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import EXPERTS, ROUTER, has_forced_routing, has_grouped, recomputes
 from megagraph.megatron.scopes.parts import DENSE, MAMBA, MLP, experts_of, is_mamba
+from megagraph.reasons import EagerReason, Why
 
 __all__ = [
     *("Refusal", "broken_rule", "check_graph_options", "legal_scopes", "refusal_of", "scopes_of"),

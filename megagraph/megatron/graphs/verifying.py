@@ -15,11 +15,11 @@ from megagraph.bank.bank import Bank
 from megagraph.bank.capture import GroupGaveUp
 from megagraph.bank.verify import Example, Verification, verify
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
+from megagraph.reasons import EagerReason, Why
 
 __all__ = ["Verifier", "found_anywhere"]
 

@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from megagraph._C import Site
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.scopes.parts import given_to_mamba, is_mamba, run_layer
 from megagraph.megatron.scopes.plan import LayerStep, without_history
 from megagraph.megatron.seams import stand_in
+from megagraph.reasons import EagerReason
 
 __all__ = ["LayerLoop", "LayersOneByOne"]
 

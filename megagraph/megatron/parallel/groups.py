@@ -22,8 +22,8 @@ from typing import Any
 from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
-from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.seams import PACK_GROUPS, SAVING_GROUP
+from megagraph.reasons import EagerReason, Why
 
 __all__ = [
     *("COLLECTIONS", "Ranks", "groups_of_pack", "held_by", "ranks_of", "ranks_of_pack"),

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin
+from megagraph.reasons import EagerReason
 
 __all__ = ["decide"]
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megagraph._C import as_pack, by_name, has_forwards, without_ranks
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
@@ -26,6 +25,7 @@ from megagraph.megatron.graphs.walk import LayersOneByOne
 from megagraph.megatron.patch.decision import decide
 from megagraph.megatron.plugin import Plugin, key_of
 from megagraph.megatron.seams import stand_in
+from megagraph.reasons import EagerReason
 
 __all__ = [
     *("wrap_block_call", "wrap_block_forward", "wrap_model_call", "wrap_model_forward", "wrap_prediction"),

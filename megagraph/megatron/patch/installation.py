@@ -15,11 +15,11 @@ import torch
 
 from megagraph import _C
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import verdict
 from megagraph.log import log
 from megagraph.megatron import seams
 from megagraph.megatron.patch import experts, forwards, inside_layers, overlap
 from megagraph.megatron.plugin import Plugin
+from megagraph.reasons import verdict
 from megagraph.report import (
     STANDARD_OUTPUT,
     check_target,

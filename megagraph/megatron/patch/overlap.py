@@ -43,7 +43,6 @@ from typing import Any
 from torch import Tensor
 
 from megagraph._C import Finish, by_name, free_if_unread
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
 from megagraph.megatron.graphs.model import GraphedModel
@@ -53,6 +52,7 @@ from megagraph.megatron.scopes.moe import let_go_of
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.scopes.plan import LayerStep
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS, nodes_of, stand_in
+from megagraph.reasons import EagerReason
 
 __all__ = ["wrap_plan", "wrap_step"]
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
-from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron import seams
 from megagraph.megatron.scopes import moe
 from megagraph.megatron.scopes.parts import (
@@ -33,6 +32,7 @@ from megagraph.megatron.scopes.parts import (
     why_not_halved,
 )
 from megagraph.megatron.watch import weakly
+from megagraph.reasons import EagerReason, Why
 
 __all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
 
