@@ -11,8 +11,8 @@
 namespace megagraph {
 
 inline pybind11::object python_reason(EagerReason reason) {
-  static const pybind11::tuple& members = *new pybind11::tuple(
-      pybind11::module_::import("megagraph.reasons").attr("EagerReason"));
+  static const pybind11::tuple& members =
+      *new pybind11::tuple(pybind11::module_::import("megagraph.reasons").attr("EagerReason"));
   return members[static_cast<size_t>(reason)];
 }
 
