@@ -267,7 +267,7 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
 
 def check(layer: Any, do: Do, undo: Do, is_seen_at_once: bool = True) -> None:
     """A change of a layer is another state, and taken back the same one."""
-    modules = [layer, Layer()]  # kept: for one that is gone each call looks at everything
+    modules = [layer, nn.Identity()]  # kept: for one that is gone each call looks at everything
     watch = watch_of(modules, left_out=["counter"])
     before = watch.now(True)
     layer.counter += 1  # which is left out
