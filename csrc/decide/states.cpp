@@ -145,7 +145,7 @@ void States::use(size_t index) {
               groups_.begin() + static_cast<std::ptrdiff_t>(index) + 1, groups_.end());
 }
 
-bool States::has_place(const std::set<int64_t>& captured, size_t most) {
+bool States::ask_for_place(const std::set<int64_t>& captured, size_t most) {
   if (waiting_ != current_) waited_ = 0;
   waiting_ = current_;
   if (captured.count(current_) != 0 || captured.size() < most) return true;

@@ -54,7 +54,7 @@ class States {
   // States that alternate and are more than may have graphs would drive out each other's for ever.
   // So one whose graphs have gone twice has to be asked for in four steps in a row, one whose have
   // gone three times in eight, and so on.
-  bool has_place(const std::set<int64_t>& captured, size_t most);
+  bool ask_for_place(const std::set<int64_t>& captured, size_t most);
   // Before a capture: the states whose graphs are to go for it, as they were not used for the
   // longest time.
   std::set<int64_t> make_room(std::set<int64_t> captured, size_t most);

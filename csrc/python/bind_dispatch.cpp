@@ -60,7 +60,7 @@ void bind_dispatch(py::module_& m) {
       .def("rename", &States::rename, py::arg("fingerprint"))
       .def("of_call", &States::of_call, py::arg("fingerprint"))
       .def("under", &States::under, py::arg("settings"))
-      .def("has_place", &States::has_place, py::arg("captured"), py::arg("most"))
+      .def("ask_for_place", &States::ask_for_place, py::arg("captured"), py::arg("most"))
       .def("make_room", &States::make_room, py::arg("captured"), py::arg("most"))
       .def("eager_reason", &States::eager_reason, py::arg("number"), py::arg("captured"));
   py::class_<DueVariants>(m, "DueVariants")
@@ -146,7 +146,6 @@ void bind_dispatch(py::module_& m) {
       .def("canonical_params", &MicroBatch::canonical_params)
       .def("constant_params", &MicroBatch::constant_params)
       .def("enter", &MicroBatch::enter, py::arg("given"), py::arg("row_lists"))
-      .def("take_mask", &MicroBatch::take_mask, py::arg("mask"), py::arg("hidden_states"))
       .def("take_freqs", &MicroBatch::take_freqs, py::arg("table"))
       .def("layer_arguments", &MicroBatch::layer_arguments)
       .def("pad", &MicroBatch::pad, py::arg("hidden_states"))

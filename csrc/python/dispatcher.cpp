@@ -242,12 +242,12 @@ void Dispatcher::leave_graphs(MicroBatch& batch) const {
   bank_->run_eager_alike(variant_of(batch.key()), /*site=*/-1, EagerReason::kSignatureChanged);
 }
 
-bool Dispatcher::begin(MicroBatch& batch) {
+std::optional<int> Dispatcher::begin(MicroBatch& batch) {
   const int variant = variant_of(batch.key());
   if (!batch.reason() && variant >= 0) {
     batch.set_reason(
         begin_micro_batch(*bank_, variant, batch.sources(), watch_->have_other_grads()));
-    if (!batch.reason()) return true;
+    if (!batch.reason()) return variant;
   } else if (!batch.reason()) {
     const auto why = eager_variants_.find(batch.key());
     batch.set_reason(why == eager_variants_.end() ? EagerReason::kWarmingUp : why->second);
@@ -256,7 +256,7 @@ bool Dispatcher::begin(MicroBatch& batch) {
   batch.set_reason(explain(batch.key().kind(), *batch.reason()));
   if (!is_agreed) bank_->run_eager_alike(variant, /*site=*/-1, *batch.reason());
   count(batch);
-  return false;
+  return std::nullopt;
 }
 
 void Dispatcher::end(const MicroBatch& batch) {

@@ -137,10 +137,10 @@ class Dispatcher {
   // Has one run eager that has leased a slot, and whose layers are called with something else.
   void turn_eager(MicroBatch& batch, const pybind11::object& hidden_states,
                   const pybind11::object& table, std::optional<at::Tensor> mask);
-  // Leases a slot for a micro-batch that is to replay. Returns whether it does: one that runs eager
-  // has a reason, beside what graphs know whether its state does. Such a one is counted, and its
-  // state remembered.
-  bool begin(MicroBatch& batch);
+  // Leases a slot for a micro-batch that is to replay, and returns the index of its variant; none
+  // for one that runs eager. Such a one has a reason, beside what graphs know whether its state
+  // does; it is counted, and its state remembered.
+  std::optional<int> begin(MicroBatch& batch);
   // Ends the micro-batch that has leased one, and counts it; as eager, if a reason was found since.
   void end(const MicroBatch& batch);
   // Counts a micro-batch in which every layer runs eager.

@@ -72,7 +72,6 @@ class Bank(_C.GraphBank):
         # Whether the tracker draws from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
         self.backend = backend_for(device, self.rng.generators)
-        self.pool_bytes = self.backend.pool_bytes  # device memory that the graphs' pools hold
         slots, sites, facing = range(num_slots), range(len(self.specs)), options.facing
         # Of each slot the pool of what its forwards keep, by site, and that of what passes hand over. Of
         # everything else it has one.
@@ -118,6 +117,10 @@ class Bank(_C.GraphBank):
     def num_graphs(self) -> int:
         """Graphs of all variants, forwards and backwards, in every slot."""
         return sum(variant.num_graphs for variant in self.captured.values())
+
+    def pool_bytes(self) -> int:
+        """Device memory that the graphs' pools hold."""
+        return self.backend.pool_bytes()
 
     # -- capture ---------------------------------------------------------------------------------
 

@@ -49,11 +49,16 @@ def dispatcher(
     return made
 
 
+class Pack(SimpleNamespace):
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+
+
 def pack_of(shape: PackShape, **changes: Any) -> Any:
     offsets = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
-    return SimpleNamespace(qkv_format="thd", **{**dict.fromkeys(names, offsets), **longest, **changes})
+    return Pack(qkv_format="thd", **{**dict.fromkeys(names, offsets), **longest, **changes})
 
 
 def enter(made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: Any) -> Any:
@@ -309,7 +314,7 @@ def test_ranks_that_need_equal_rows_pad_what_no_capacity_holds() -> None:
 def began(made: _C.Dispatcher, batch: _C.MicroBatch, reason: EagerReason) -> EagerReason | None:
     """Why a micro-batch that is to run eager for a reason is said to do so."""
     batch.reason = reason
-    assert not made.begin(batch)
+    assert made.begin(batch) is None
     return batch.reason
 
 
@@ -365,13 +370,16 @@ def test_a_micro_batch_without_graphs_is_told_what_its_state_differs_in() -> Non
 
 def test_a_block_that_is_called_again_has_the_later_mask() -> None:
     """Bug: the first one stayed among what staging reads."""
-    batch, hidden_states = entered(dispatcher(BANK), PACK, 6, mask=MASK), torch.zeros(6, 1, 4)
+    made, hidden_states = dispatcher(BANK, is_own_table=lambda *_: False), torch.zeros(6, 1, 4)
+    batch = entered(made, PACK, 6, mask=MASK)
     for seed in range(2):
         mask = torch.rand(1, 6, generator=torch.Generator().manual_seed(seed)) < 0.5
-        assert batch.take_mask(mask, hidden_states)
+        assert made.take(batch, hidden_states, None, mask)
         assert batch.sources[0] is PACK.cu_seqlens_q and torch.equal(batch.sources[1], mask)
         assert len(batch.sources) == 2 and batch.mask is mask
-    assert not batch.take_mask(mask[:, :5], hidden_states) and not batch.take_mask(None, hidden_states)
+    for other in (MASK[:, :5], None):
+        batch = entered(made, PACK, 6, mask=MASK)
+        assert not made.take(batch, hidden_states, None, other) and batch.is_as_given
 
 
 def test_what_a_micro_batch_holds_is_collected_with_it() -> None:
@@ -399,7 +407,7 @@ def test_frequencies_of_each_token_are_sources_between_offsets_and_mask() -> Non
     assert batch.key.by_token is True
     assert not any(map(batch.take_freqs, (None, (), torch.ones(5, 2), torch.ones(()), MASK.expand(6, 6).T)))
     freqs = torch.rand(6, 2), torch.rand(6, 3)
-    assert batch.take_freqs(freqs) and batch.take_mask(MASK, torch.empty(6))
+    assert made.take(batch, torch.empty(6), freqs, MASK)
     given = [PACK.cu_seqlens_q, *freqs, MASK]
     assert all(map(torch.equal, batch.sources, given)) and len(batch.sources) == len(given)
     assert [each.shape for each in made.freqs or ()] == [(0, 2), (0, 3)]

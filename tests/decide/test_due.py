@@ -266,7 +266,7 @@ def test_states_that_alternate_keep_their_graphs_and_one_that_stays_gets_some() 
     def captures(fingerprint: int) -> bool:
         """Whether a step in this state begins with a capture."""
         begin(states, fingerprint)
-        if not states.has_place(captured, most=2):
+        if not states.ask_for_place(captured, most=2):
             return False
         is_new = states.current not in captured
         captured.difference_update(states.make_room(captured, most=2))

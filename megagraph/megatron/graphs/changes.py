@@ -62,7 +62,6 @@ class Changes:
         self._new_in_a_row = 0
         self._has_warned = False
         self._unguarded: list[str] = []
-        self._has_said_full = False
         peers.what_changed = weakref.WeakMethod(self._what_changed)
 
     def set_suspended(self, is_suspended: bool) -> None:
@@ -170,7 +169,7 @@ class Changes:
         are_alone = self._peers.size == 1 or not watch.have_other_grads
         has_gradients = has_gradients and self.gradients_reason is None and are_alone
         due: set[VariantKey] = set()
-        if can_capture and self._due.due and self._has_place():
+        if can_capture and self._due.due and self._ask_for_place():
             kinds = self._due.due_in(self._states.current, torch.is_grad_enabled())
             due = {kind for kind in kinds if (has_gradients if kind.grad else has_memory)}
         if due and not self._captures.is_idle():
@@ -300,17 +299,14 @@ class Changes:
             self._captures.drop([key for key in bank.variants if key.state in dropped])
             self._due.forget_states(dropped)
 
-    def _has_place(self) -> bool:
+    def _ask_for_place(self) -> bool:
         """Whether graphs may be captured in the state of now, be it in the place of others."""
-        if self._states.has_place(self._due.states_with_graphs(), self._most):
+        if self._states.ask_for_place(self._due.states_with_graphs(), self._most):
             return True
-        if not self._has_said_full:
-            self._has_said_full = True
-            log.warning(
-                "the layers alternate between more states than may have graphs at once, and some stay eager "
-                "(STATE_CHANGED); cuda_graph_max_states is %d",
-                self._most,
-            )
+        self._captures.note(
+            "the layers alternate between more states than may have graphs at once, and some stay eager "
+            f"(STATE_CHANGED); cuda_graph_max_states is {self._most}"
+        )
         return False
 
     # -- figures ---------------------------------------------------------------------------------

@@ -197,10 +197,11 @@ class GraphedModel:
             return None
         if batch.key.by_token:
             self._arguments.set_freqs(batch, table)
-        if self.dispatcher.begin(batch):
+        variant = self.dispatcher.begin(batch)
+        if variant is not None:
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
-            return LayerLoop(self.captures, batch)
+            return LayerLoop(self.captures, batch, self.captures.constants[variant])
         assert batch.reason is not None
         self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
         has_other_rows = batch.is_as_given and self.tensor.shards_sequence

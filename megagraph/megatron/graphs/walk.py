@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Site
+from megagraph._C import Constants, Site
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.scopes.parts import given_to_mamba, is_mamba, run_layer
@@ -72,9 +72,8 @@ class LayerLoop:
 
     layer_number = 1  # read for the context of fp8, which is refused
 
-    def __init__(self, captures: Captures, batch: MicroBatch) -> None:
-        self._captures, self.batch = captures, batch
-        self.constants = captures.arguments[batch.key]
+    def __init__(self, captures: Captures, batch: MicroBatch, constants: Constants) -> None:
+        self._captures, self.batch, self.constants = captures, batch, constants
         self.kept: Mapping[str, Any] = {}  # of its block's arguments those that the call is not given
 
     def __call__(
