@@ -262,6 +262,7 @@ class Bank(_C.GraphBank):
                 former = self.gradient_order.get(site, ())
                 self.gradient_order[site] = max(graph.accumulated, former, key=len)
         rests = [site.finish for site in self.graphable().values() if spec.training and site.finish]
+        variant.sites = by_slot[0].keys()
         variant.num_graphs = (1 + spec.training) * sum(map(len, by_slot)) + len(by_slot) * len(rests)
         self.variants[spec.key] = index
         self.captured[index] = variant

@@ -265,6 +265,7 @@ class CapturedVariant:
         self.kept_bytes: dict[int, int] = {}
         # What each pass allocates, while the variant is captured; None where slots share nothing.
         self.memories: Mapping[Any, Any] | None = None
+        self.sites: Collection[int] = ()  # that have graphs, by index
         self.num_graphs = 0  # forwards and backwards, in every slot
         # By slot, which memory of its pool was taken when the last pass of a site was captured.
         self.notes: list[dict[int, _C.PoolNote | None]] = [{} for _ in range(num_slots)]

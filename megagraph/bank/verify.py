@@ -165,7 +165,7 @@ class Verification:
         # A site behind something eager takes as many rows as were captured; the first one stages itself.
         given = self._variant.staged(self._example.hidden, self._example.sources)
         for index, site in enumerate(bank.sites):
-            if index in bank.eager_sites:
+            if index not in self._variant.sites:
                 continue
             before, counts = self._bank.rng.snapshot(), self._bank.counters()
             taken = self._example.hidden if bank.is_entry(index) else given

@@ -94,6 +94,22 @@ def test_a_layer_that_cannot_be_graphed_stays_eager_and_the_rest_replays(what: s
     assert reason in caplog.text
 
 
+@pytest.mark.parametrize("scopes", [(), ("mlp",)])
+def test_a_layer_that_training_alone_leaves_eager_replays_in_evaluations(scopes: Any) -> None:
+    """Bug: the graph that its MLP has for these was handed the input of the whole layer."""
+    pair = rig.Pair(layers=LAYERS, prepare=_reaches_adapter, plugin={"cuda_graph_modules": scopes})
+    for _ in range(3):
+        pair.evaluate(rig.ONE)
+    assert pair.report()["failures"] == []
+    for _ in range(3):
+        pair.step(rig.ONE)
+    before = pair.report()
+    assert len(before["failures"]) == 1 and before["eager"]["SHARED_PARAMETER"] > 0
+    pair.evaluate(rig.ONE)
+    report = pair.report()
+    assert report["replays"] == before["replays"] + LAYERS and rig.eager_since(report, before) == {}
+
+
 def test_a_layer_that_fails_in_each_capture_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: as often as memory had moved."""
     pair = rig.Pair(layers=LAYERS, prepare=lambda model: rig.breaks(_mlp(model)))

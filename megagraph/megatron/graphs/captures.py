@@ -59,10 +59,9 @@ class Captures:
 
     plan: BlockPlan  # the steps of the layers, of which several whole ones may be joined
     num_sites: int  # while none are joined
-    steps: Mapping[int, Sequence[LayerStep]]  # of the plan, by layer: those that run now
-    constants: Mapping[
-        int, _C.Constants
-    ]  # what layers are called with, by the index of a variant in the bank
+    # By the index of a variant in the bank: the plan's steps, by layer, and what layers are called with.
+    steps: Mapping[int, Mapping[int, Sequence[LayerStep]]]
+    constants: Mapping[int, _C.Constants]
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class Captures:
     def _dispatch(self) -> None:
         """Has micro-batches begin on the graphs of now."""
         bank = self.bank
-        self.steps = self.plan.walk(bank.eager_sites)
+        self.steps = {index: self.plan.walk(variant.sites) for index, variant in bank.captured.items()}
         self.constants = {index: self.arguments[key] for key, index in bank.variants.items()}
         self._mla_tables.keep(bank.variants)
         self.dispatcher.use(bank, bank.variants, bank.eager_variants, self.watch)

@@ -201,7 +201,7 @@ class GraphedModel:
         if variant is not None:
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
-            return LayerLoop(self.captures, batch, self.captures.constants[variant])
+            return LayerLoop(self.captures, batch, variant)
         assert batch.reason is not None
         self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
         has_other_rows = batch.is_as_given and self.tensor.shards_sequence

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Constants, Site
+from megagraph._C import Site
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.scopes.parts import given_to_mamba, is_mamba, run_layer
@@ -72,8 +72,9 @@ class LayerLoop:
 
     layer_number = 1  # read for the context of fp8, which is refused
 
-    def __init__(self, captures: Captures, batch: MicroBatch, constants: Constants) -> None:
-        self._captures, self.batch, self.constants = captures, batch, constants
+    def __init__(self, captures: Captures, batch: MicroBatch, variant: int) -> None:
+        self._captures, self.batch, self.variant = captures, batch, variant
+        self.constants = captures.constants[variant]
         self.kept: Mapping[str, Any] = {}  # of its block's arguments those that the call is not given
 
     def __call__(
@@ -100,7 +101,7 @@ class LayerLoop:
             out = bank.replay_all(hidden_states)
             if out is not NotImplemented:
                 return out, None
-        steps = itertools.chain.from_iterable(captures.steps.values())
+        steps = itertools.chain.from_iterable(captures.steps[self.variant].values())
         return _walk(steps, bank.sites, batch, hidden_states, arguments, before_site, is_padded=False), None
 
 
@@ -112,13 +113,14 @@ class LayersOneByOne:
 
     A layer replays, or runs eager on the canonical pack as its site or the decision says. A call with other
     arguments than those of the capture runs as it was given, if it does on all ranks that share the pack, and
-    is counted if the micro-batch `replays`.
+    is counted if the micro-batch replays a `variant`.
     """
 
-    def __init__(self, captures: Captures, batch: MicroBatch, *, replays: bool) -> None:
-        self._captures, self._batch, self._replays = captures, batch, replays
+    def __init__(self, captures: Captures, batch: MicroBatch, variant: int | None) -> None:
+        self._captures, self._batch, self._replays = captures, batch, variant is not None
         self._constants = captures.arguments[batch.key]
-        self._before_site = captures.before_sites() if replays and captures.before_sites else None
+        self._steps = captures.plan.walk(()) if variant is None else captures.steps[variant]
+        self._before_site = captures.before_sites() if self._replays and captures.before_sites else None
         # The rows that a layer handed out last, and all rows that they are a part of.
         self._cut: Tensor | None = None
         self._whole: Tensor | None = None
@@ -167,7 +169,7 @@ class LayersOneByOne:
         self._is_running, bank = True, self._captures.bank
         try:
             out = _walk(
-                self._steps(index, run_forward),
+                self._steps_of(index, run_forward),
                 bank.sites if self._replays else (),
                 self._batch,
                 given if whole is None else whole,
@@ -180,10 +182,10 @@ class LayersOneByOne:
         self._whole, self._cut = out, self._batch.first_rows(out)
         return self._cut if further is None else (self._cut, *further)
 
-    def _steps(self, index: int, run_forward: Callable[..., Tensor]) -> Sequence[LayerStep]:
+    def _steps_of(self, index: int, run_forward: Callable[..., Tensor]) -> Sequence[LayerStep]:
         """Of a layer. All of it is its own forward: the call, with its hooks, is what came here."""
-        steps = self._captures.steps[index]
-        if self._replays and steps[0].parts:
+        steps = self._steps[index]
+        if steps[0].parts:
             return steps
         return [dataclasses.replace(steps[0], run=run_forward)]
 

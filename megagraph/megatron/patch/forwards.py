@@ -272,7 +272,7 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
         return original(**given)
     loop = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
     given["packed_seq_params"] = batch.params
-    layers = LayersOneByOne(graphs.captures, batch, replays=loop is not None)
+    layers = LayersOneByOne(graphs.captures, batch, None if loop is None else loop.variant)
     try:
         with layers.shadowing():
             out = original(**given)

@@ -37,7 +37,7 @@ was made last in the step of a micro-batch still lives and is of just as many ro
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -139,6 +139,7 @@ class _Passage:
     def __init__(self, graphs: GraphedModel, batch: MicroBatch | EagerReason | None) -> None:
         self._graphs, self._batch = graphs, batch
         self._replays = False  # the layers of a micro-batch do
+        self._steps: Mapping[int, Sequence[LayerStep]] = {}  # of those
         self._before_site: Callable[[int], None] | None = None
         self._has_replayed = False
         self._let_go: dict[int, Callable[[], None]] = {}  # by layer: of what was routed in a graph
@@ -176,6 +177,7 @@ class _Passage:
             tables = {name: getattr(state, name) for name in _TABLES}
             self._replays = mask is batch.mask and loop.constants.hold(tables)
             if self._replays:
+                self._steps = captures.steps[loop.variant]
                 self._before_site = captures.before_sites and captures.before_sites()
             else:
                 graphs.dispatcher.turn_eager(batch, entered, table, mask)
@@ -219,7 +221,7 @@ class _Passage:
         """
         batch, captures = self._batch, self._graphs.captures
         assert isinstance(batch, MicroBatch)
-        bank, steps = captures.bank, captures.steps[index]
+        bank, steps = captures.bank, self._steps[index]
         attended, self._handed_on, handed_on = None, None, self._handed_on
         for step in steps:
             if step.site is None and not step.parts:

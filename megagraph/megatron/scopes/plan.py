@@ -128,12 +128,12 @@ class BlockPlan:
         """The layers that still exist."""
         return [layer for ref in self._layers if (layer := ref()) is not None]
 
-    def walk(self, eager_sites: Collection[int]) -> dict[int, list[LayerStep]]:
-        """The steps of each layer; if its site has no graph, for a hook, say, there is one step: its call."""
+    def walk(self, graphed: Collection[int]) -> dict[int, list[LayerStep]]:
+        """The steps of each layer if these sites have graphs. A layer whose site has none is called whole."""
         found = {}
         for layer, neighbours in itertools.groupby(self.steps, key=lambda step: step.layer):
             found[layer] = steps = [*neighbours]
-            eager = next((step for step in steps if step.site in eager_sites), None)
+            eager = next((step for step in steps if step.site is not None and step.site not in graphed), None)
             if eager is not None:
                 run = eager.run if eager.num_layers > 1 else run_layer
                 found[layer] = [dataclasses.replace(eager, run=run, parts=())]
