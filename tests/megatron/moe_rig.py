@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 from megatron_rig import CAPACITY, Micro, ModelTrainer
 from model_specs import EXPERTS
@@ -183,11 +182,3 @@ def tensors_of_calls(trainer: ModelTrainer) -> list[tuple[Any, str]]:
 def can_permute(case: Config) -> bool:
     is_padded = case.get("moe_pad_expert_input_to_capacity", False)
     return permutation_sorts() or is_padded or case.get("moe_token_dispatcher_type") == "allgather"
-
-
-def of(way: str, case: str) -> Config:
-    """The config of a case, unless this release has no such graphs."""
-    found = WAYS[way].cases[case]
-    if way == PERMUTATION and not can_permute(found):
-        pytest.skip("this release permutes into shapes that only the device knows")
-    return found

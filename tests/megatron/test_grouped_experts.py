@@ -2,7 +2,6 @@
 """Grouped experts: whole layers of experts in graphs, and what they compute beside Megatron's own."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,9 +72,9 @@ def both(**changes: Any) -> list[Any]:
     return [trainer.chunk.decoder.layers[0].mlp for trainer in trainers]
 
 
-def run_mixture(mixture: Any, rows: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def run_mixture(mixture: Any, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and gradients of a layer of experts, those of Megatron's experts stacked."""
-    out, bias = mixture(rows, padding_mask=mask)
+    out, bias = mixture(rows)
     assert bias is None
     grad = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out)
     named = dict(mixture.named_parameters())
@@ -86,16 +85,6 @@ def run_mixture(mixture: Any, rows: Tensor, mask: Tensor | None = None) -> tuple
         if names[0] in grads:
             grads[f"experts.{projection}.weight"] = torch.stack([grads.pop(name) for name in names])
     return out, grads
-
-
-def assert_agree(ours: Any, theirs: Any, rows: Tensor) -> None:
-    (one, one_grads), (other, other_grads) = run_mixture(ours, rows), run_mixture(theirs, rows)
-    torch.testing.assert_close(one, other, **BOUND)
-    assert one_grads.keys() == other_grads.keys()
-    for name, grad in one_grads.items():
-        torch.testing.assert_close(
-            grad, other_grads[name], **BOUND, msg=lambda it, name=name: f"{name}: {it}"
-        )
 
 
 # Of the gate above, and of the linear part on both sides, of which two thirds lie outside.
@@ -110,64 +99,13 @@ AGREEING["clamp"] = {**SWIGLU, **CLAMPED}
 def test_agrees_with_sequential_experts(case: str) -> None:
     ours, theirs = both(**AGREEING[case])
     assert is_grouped(ours) and not is_grouped(theirs)
-    assert_agree(ours, theirs, _rows(40))
-
-
-def choosing(experts: Sequence[Sequence[int]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What takes the place of a layer's `route()`: chooses these experts for its rows."""
-
-    def route(mixture: Any, rows: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
-        chosen = torch.zeros(len(experts), EXPERTS, dtype=torch.bool)
-        for row, numbers in enumerate(experts):
-            chosen[row, list(numbers)] = True
-        chosen = chosen.to(rows.device)
-        return rows.flatten(1)[:, :EXPERTS].float().sigmoid().masked_fill(~chosen, 0), chosen
-
-    return route
-
-
-CHOICES = {
-    "one expert gets all": [[2]] * 12,
-    "two get none": [[0], [3]] * 6,
-    "all of one, and one of another": [[1]] * 11 + [[0]],
-}
-
-
-@pytest.mark.parametrize("case", CHOICES)
-def test_experts_without_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = both(**GROUPED["top 1"])
-    for mixture in (ours, theirs):
-        monkeypatch.setattr(type(mixture), "route", choosing(CHOICES[case]))
-    assert_agree(ours, theirs, _rows(12))
-    _out, grads = run_mixture(ours, _rows(12))
-    used = {expert for chosen in CHOICES[case] for expert in chosen}
-    for name in ("experts.linear_fc1.weight", "experts.linear_fc2.weight"):
-        assert [bool(grad.any()) for grad in grads[name]] == [expert in used for expert in range(EXPERTS)]
-
-
-def test_rows_of_no_expert_are_zero_and_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is NaN here, and products leave what lies past the last offset as it is."""
-    mixture, _theirs = both()
-    chosen = [[0, 2], [1, 2], [], [0, 3], [], []]
-    monkeypatch.setattr(type(mixture), "route", choosing(chosen))
-    rows = _rows(len(chosen))
-    with torch.no_grad():
-        rows[2] = torch.inf
-    weights = list(mixture.experts.parameters())
-    out, _bias = mixture(rows)
-    grads = torch.autograd.grad(out, [rows, *weights], torch.full_like(out, 0.5))
-    assert not out[[2, 4, 5]].any() and not grads[0][[4, 5]].any()
-    assert torch.isfinite(out).all() and all(torch.isfinite(grad).all() for grad in grads[1:])
-
-    valid = [index for index, of in enumerate(chosen) if of]
-    monkeypatch.setattr(type(mixture), "route", choosing([chosen[index] for index in valid]))
-    alone = rows.detach()[valid].requires_grad_()
-    expected, _bias = mixture(alone)
-    assert torch.equal(out[valid], expected)
-    of_alone = torch.autograd.grad(expected, [alone, *weights], torch.full_like(expected, 0.5))
-    for one, other in zip(grads[1:], of_alone[1:], strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(grads[0][valid], of_alone[0])
+    (one, one_grads), (other, other_grads) = (run_mixture(it, _rows(40)) for it in (ours, theirs))
+    torch.testing.assert_close(one, other, **BOUND)
+    assert one_grads.keys() == other_grads.keys()
+    for name, grad in one_grads.items():
+        torch.testing.assert_close(
+            grad, other_grads[name], **BOUND, msg=lambda it, name=name: f"{name}: {it}"
+        )
 
 
 def test_a_dispatcher_holds_nothing_outside_of_a_call() -> None:

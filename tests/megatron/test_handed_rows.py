@@ -15,7 +15,7 @@ import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import Micro, Pair, evaluate, forget_metrics, step, the_plugin
+from megatron_rig import Micro, Pair, evaluate, forget_metrics, step
 from moe_rig import ExpertTrainer
 from parallel_jobs import OPTIONS
 from same_bits import assert_same_bits
@@ -28,10 +28,8 @@ from megagraph._C import Capacity
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import dispatcher
-from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel import peers
 from megagraph.megatron.parallel.model_parallel import splits
-from megagraph.reasons import EagerReason
 
 LAYERS = OPTIONS.layers
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -340,25 +338,6 @@ def make(install: Callable[..., GraphConfig], monkeypatch: Any) -> Iterator[Call
 
     with moe_rig.experts_on_cpu():
         yield with_capacities
-
-
-def test_every_pack_has_as_many_rows(make: Callable[..., ExpertTrainer]) -> None:
-    trainer = make(FEW, MANY)
-    for _ in range(2):
-        step(trainer, [Micro(lengths=(9,))])
-    many, few = (Capacity(tokens=64, num_seqs=number, max_seqlen=64) for number in (7, 2))
-    graphs = the_plugin().graphs_of_model(trainer.chunk)
-    for lengths, capacity, reason in (
-        ((9, 4), FEW, None),
-        ((3,) * 4, MANY, None),
-        ((3,) * 7, many, EagerReason.TOO_MANY_SEQUENCES),
-        ((50, 2), few, EagerReason.SEQUENCE_TOO_LONG),
-        ((50, *(2,) * 6), many, EagerReason.TOO_MANY_SEQUENCES),
-    ):
-        micro = Micro(lengths=lengths)
-        params = micro.params(trainer.device)
-        batch = graphs.dispatcher.enter(params, micro.physical, None, True, True, True)
-        assert isinstance(batch, MicroBatch) and (batch.capacity, batch.reason) == (capacity, reason), lengths
 
 
 ROUTES = ("no pack", "block arguments", "padding mask", "inference mode", "mask inside", "table inside")

@@ -117,17 +117,6 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
         torch.testing.assert_close(one.grads, other.grads, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("scopes", [("moe_router",), ()], ids=str)
-def test_layers_of_which_the_router_alone_was_named_stay_eager_by_name(scopes: tuple[str, ...]) -> None:
-    config = rig.graph_config(cuda_graph_modules=scopes)
-    report = run(config, [[FULL] * 3] * 3, is_grouped=not scopes)[0].report
-    assert report["replays"] == 0 and report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * 2}
-    assert report["failures"] == [
-        "GPTModel stays eager (SCOPE_UNSUPPORTED): no layer of it can be graphed; layer 0 "
-        f"(TransformerLayer): {WHY}"
-    ]
-
-
 # -- routing of a host's ---------------------------------------------------------------------------
 
 
