@@ -17,6 +17,7 @@ from delayed_linear import Delays
 from megatron_rig import Micro, Run
 from model_specs import block_spec
 from parallel_jobs import ShardedSGD
+from same_bits import assert_same_bits
 from streams import seed_streams
 from torch import Tensor, nn
 
@@ -192,3 +193,18 @@ def train(
     seed_streams()
     with moe_rig.experts_on_cpu(), copies_for_all_to_all(us):
         return rig.train(config, steps, OverlapTrainer, overlaps=overlaps, **given)
+
+
+def check_calls(report: dict[str, Any], mode: str, micro_batches: int) -> None:
+    """Nothing failed, and each layer of each micro-batch was counted once."""
+    layers = report["layers"]
+    eager = {"DISABLED": micro_batches * layers} if mode == "eager" else {"WARMING_UP": COUNTS[0] * layers}
+    rig.ran(report, calls=micro_batches * layers, **eager)
+
+
+def compare(steps: Sequence[Sequence[Micro]], scopes: Sequence[str] = SCOPES, **given: Any) -> dict[str, Any]:
+    """Trains eager and graphed, which must leave the same bits. Returns the report of the graphed run."""
+    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **given)
+    assert_same_bits(train(steps, "eager", **given), graphed)
+    check_calls(graphed.report, "graph", sum(map(len, steps)))
+    return graphed.report

@@ -15,10 +15,20 @@ import moe_rig
 import parallel_jobs
 import pytest
 from megatron_rig import Micro
-from overlap_rig import CALLS, COUNTS, FIRST, in_nodes, linears_of, raising, steps_of, train
+from overlap_rig import (
+    CALLS,
+    COUNTS,
+    FIRST,
+    check_calls,
+    compare,
+    in_nodes,
+    linears_of,
+    raising,
+    steps_of,
+    train,
+)
 from same_bits import assert_same_bits
-from test_overlap_alone import check_calls, engines
-from torch import Tensor
+from test_overlap_alone import engines
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
@@ -47,11 +57,7 @@ def test_weights_whose_gradients_come_later_have_the_bits_of_others(
 def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ...]) -> None:
     """What shared experts and attention leave, of which one may be eager; a dense layer's MLP always is."""
     for kinds in ("EE", "-E"):
-        steps, config = steps_of(5, fills=False), {"kinds": kinds, "delays": "unfused", **SHARED}
-        graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **config)
-        assert_same_bits(train(steps, "eager", **config), graphed)
-        assert graphed.report["failures"] == [] and set(graphed.report["eager"]) == {"WARMING_UP"}
-        assert graphed.report["replays"] > 0
+        compare(steps_of(5, fills=False), scopes, kinds=kinds, delays="unfused", **SHARED)
 
 
 @engines
@@ -74,56 +80,6 @@ def test_eager_micro_batches_between_graphed_ones_make_their_own(
     assert_same_bits(train(steps, "eager", delays=delays, engine=engine), graphed)
     assert set(graphed.report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES", "SUSPENDED"}
     assert graphed.report["failures"] == []
-
-
-@engines
-@pytest.mark.parametrize("delays", HOW)
-def test_nothing_is_added_between_a_backward_and_what_finishes_it(
-    delays: str, engine: bool, deterministic_engine: None
-) -> None:
-    """And all of the layer's weights are, once, by that."""
-    late: list[list[Tensor]] = []  # main_grad of each weight, by layer
-    made: list[Tensor] = []
-    counts = {"backward": 0, "finished": 0}
-
-    def look(trainer: Any, _index: int) -> contextlib.AbstractContextManager[None]:
-        attention = [layer.self_attention for layer in trainer.chunk.decoder.layers]
-        late[:] = [[it.linear_qkv.weight.main_grad, it.linear_proj.weight.main_grad] for it in attention]
-        return contextlib.nullcontext()
-
-    def copies() -> list[Tensor]:
-        return [gradient.clone() for gradient in itertools.chain(*late)]
-
-    def before(place: str) -> None:
-        if place == f"{FIRST} backward":
-            made[:] = copies()
-
-    def behind(place: str) -> None:
-        if place == f"{FIRST} backward":
-            assert_same_bits(made, copies())
-            counts["backward"] += 1
-
-    finish = layer_node().backward_dw
-
-    def backward_dw(node: Any) -> None:
-        is_first, before = node.name in (FIRST, "attn"), copies()
-        finish(node)
-        if is_first:
-            layer = CALLS - 1 - counts["finished"] % CALLS  # the last one comes first
-            own = {id(gradient) for gradient in late[layer]}
-            for gradient, former in zip(itertools.chain(*late), before, strict=True):
-                assert gradient.equal(former) != (id(gradient) in own)
-            counts["finished"] += 1
-
-    steps = steps_of(4)
-    with (
-        in_nodes(before),
-        in_nodes(behind, behind=True),
-        mock.patch.object(layer_node(), "backward_dw", backward_dw),
-    ):
-        graphed = train(steps, "graph", delays=delays, engine=engine, around=look)
-    check_calls(graphed.report, "graph", sum(map(len, steps)))
-    assert counts == dict.fromkeys(counts, sum(map(len, steps)) * CALLS)
 
 
 def layer_node() -> Any:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that train under expert-parallel overlap: known, counted, with the bits of training without it."""
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from context_jobs import SharedMicro
 from megatron_rig import Micro
 from moe_rig import ExpertTrainer
-from overlap_rig import CALLS, COUNTS, OF_LAYERS, OverlapTrainer, in_nodes, raising
+from overlap_rig import CALLS, COUNTS, OverlapTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, seeded
 from test_overlap_alone import ON_GPU, engines
@@ -74,37 +73,6 @@ def test_training_with_overlap_has_the_bits_of_training_without(
     assert eager.report["eager"] == {"DISABLED": calls, **misfits}
     rig.ran(graphed.report, calls - warm_up, WARMING_UP=warm_up, **misfits)
     assert eager.report["failures"] == graphed.report["failures"] == []
-
-
-@on_ranks(2)
-@moe_rig.experts_on_cpu()
-def test_a_step_that_raises_in_any_node_of_both_ranks_leaves_the_next_one_right() -> None:
-    """In the second micro-batch, beside whose forward the backward of the first runs."""
-    rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2, OVERLAP: True}
-    make_groups(expert_model_parallel_size=2)
-    # Every second step, once graphs are there.
-    places = itertools.product(OF_LAYERS, ("forward", "backward"))
-    breaks = {3 + 2 * at: " ".join(place) for at, place in enumerate(places)}
-    lengths = [(4 * (1 + (it + rank) % 4), 8) for it in range(3 * (4 + max(breaks)))]
-    micros = [Micro(lengths=each, seed=50 * rank + it) for it, each in enumerate(lengths)]
-    steps = [micros[at : at + 3] for at in range(0, len(micros), 3)]
-
-    @contextlib.contextmanager
-    def around(_trainer: Any, index: int) -> Iterator[None]:
-        if index not in breaks:
-            yield
-            return
-        with pytest.raises(OSError, match="lost"), in_nodes(raising(breaks[index], CALLS + 1), behind=True):
-            yield
-        rig.metrics()  # of its first micro-batches alone
-
-    plugin = partial(rig.graph_config, cuda_graph_modules=("attn", "moe_router"))
-    undisturbed = [step for index, step in enumerate(steps) if index not in breaks]
-    eager = rig.train(plugin(mode="eager"), undisturbed, seeded(OverlapTrainer), **sizes)
-    graphed = rig.train(plugin(), steps, seeded(OverlapTrainer), around=around, **sizes)
-    assert_same_bits(eager, graphed)
-    report = graphed.report
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": len(steps[0]) * CALLS}
 
 
 REDUCES = {"overlap_grad_reduce": True, "bucket_size": 4000}
@@ -178,14 +146,6 @@ def ask_for_plan(trainer: Any, hold: Callable[[], Any], **further: Any) -> None:
         raise InterruptedError(held)
 
     rig.run_schedule(trainer.model, forward_step, [], 1)
-
-
-def test_a_pack_that_the_step_makes_and_leaves_out_of_its_plan_is_an_error(trainer: Any) -> None:
-    """As Megatron's own script does. Each document would attend to all, and nothing would say so."""
-    said = r"build_schedule_plan\(..., packed_seq_params=packed_seq_params\)$"
-    with pytest.raises(ValueError, match=said):
-        ask_for_plan(trainer, lambda: rig.ONE.params(trainer.device))
-    assert rig.report_of(trainer)["calls"] == 0
 
 
 def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: Any) -> None:

@@ -26,6 +26,8 @@ from overlap_rig import (
     NODES,
     OF_LAYERS,
     OverlapTrainer,
+    check_calls,
+    compare,
     in_nodes,
     raising,
     steps_of,
@@ -60,15 +62,6 @@ needs_sorting = pytest.mark.skipif(
 )
 
 
-def check_calls(report: dict[str, Any], mode: str, micro_batches: int) -> None:
-    """Nothing failed, and each layer of each micro-batch was counted once."""
-    assert report["failures"] == [] and report["calls"] == micro_batches * CALLS
-    if mode == "eager":
-        assert report["eager"] == {"DISABLED": micro_batches * CALLS}
-    else:
-        assert report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS}
-
-
 @engines
 @pytest.mark.parametrize("us", [0, *(pytest.param(us, marks=pytest.mark.gpu) for us in (50, 800))])
 @pytest.mark.parametrize("masks", [False, True], ids=["no masks", "masks"])
@@ -83,37 +76,11 @@ def test_overlap_has_the_bits_of_no_overlap(
         check_calls(overlapped.report, mode, sum(map(len, steps)))
 
 
-@pytest.mark.parametrize("case", ["shared experts", moe_rig.BIASED, "drop"])
-@pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids="+".join)
-def test_experts_of_other_kinds(scopes: tuple[str, ...], case: str) -> None:
-    steps, config = steps_of(5, fills=False, masks=True), moe_rig.CASES[case]
-    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **config)
-    assert_same_bits(train(steps, "eager", **config), graphed)
-    check_calls(graphed.report, "graph", sum(map(len, steps)))
-
-
-@pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids="+".join)
-@engines
-def test_attention_that_is_recomputed_has_the_bits_of_eager(
-    engine: bool, scopes: tuple[str, ...], deterministic_engine: None
-) -> None:
-    """Of `recompute_modules` overlap refuses `moe` alone."""
-    config: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    config["engine"] = engine
-    steps = steps_of(5)
-    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, **config)
-    assert_same_bits(train(steps, "eager", **config), graphed)
-    check_calls(graphed.report, "graph", sum(map(len, steps)))
-
-
 @needs_sorting
 def test_rows_that_were_dispatched_give_their_memory_back() -> None:
     """Nodes keep all else; and these too, where Megatron's own graphs would have made them."""
-    steps, scopes = steps_of(STEPS, masks=True), ("attn", "moe_router", "moe_preprocess")
-    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes})
-    assert_same_bits(train(steps, "eager"), graphed)
-    check_calls(graphed.report, "graph", sum(map(len, steps)))
-
+    scopes = ("attn", "moe_router", "moe_preprocess")
+    compare(steps_of(STEPS, masks=True), scopes)
     chunk: Any = OverlapTrainer(overlaps=True).chunk
     for named, transient in ((), [0, 1]), (["moe_preprocess"], []):
         chunk.config.cuda_graph_modules = named
@@ -127,11 +94,26 @@ def sooner(trainer: Any, _index: int) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def test_attention_whose_backward_comes_sooner_has_its_bits() -> None:
-    steps = steps_of(5)
-    graphed = train(steps, "graph", around=sooner)
-    assert_same_bits(train(steps, "eager", around=sooner), graphed)
-    check_calls(graphed.report, "graph", sum(map(len, steps)))
+# Of other models: what `compare()` is given.
+KINDS: dict[str, dict[str, Any]] = {
+    **{case: moe_rig.CASES[case] for case in ("shared experts", moe_rig.BIASED, "drop")},
+    "attention recomputed": moe_rig.recompute("core_attn"),  # overlap refuses `moe` alone
+    "attention whose backward comes sooner": {"around": sooner},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *((kind, False) for kind in KINDS),
+        pytest.param("attention recomputed", True, marks=[*ON_GPU, rig.needs_engine]),
+    ],
+)
+@pytest.mark.parametrize("scopes", [("attn",), ("attn", "moe_router")], ids="+".join)
+def test_models_of_other_kinds(
+    scopes: tuple[str, ...], kind: str, engine: bool, deterministic_engine: None
+) -> None:
+    compare(steps_of(5, fills=False, masks=True), scopes, engine=engine, **KINDS[kind])
 
 
 @pytest.mark.parametrize("kinds", ["EE", "-E"])
@@ -145,11 +127,9 @@ def test_slots_share_what_is_dispatched_beside_layers_of_experts_alone(kinds: st
 @pytest.mark.parametrize("scopes", [(), ("moe_router",)], ids=["as-chosen", "moe_router"])
 def test_dense_layers_follow_attention(scopes: tuple[str, ...]) -> None:
     """Bug: the MLP of a dense layer was named as well, which runs in a node of its own."""
-    steps = steps_of(4, fills=False)
-    graphed = train(steps, "graph", plugin={"cuda_graph_modules": scopes}, kinds="-E")
-    assert_same_bits(train(steps, "eager", kinds="-E"), graphed)
-    assert graphed.report["cuda_graph_modules"] == [*(scopes or ("attn", "moe_router"))]
-    assert graphed.report["replays"] == (sum(map(len, steps)) - COUNTS[0]) * (1 if scopes else 2)
+    report = compare(steps_of(4, fills=False), scopes, kinds="-E")
+    assert report["cuda_graph_modules"] == [*(scopes or ("attn", "moe_router"))]
+    assert report["layers"] == (1 if scopes else 2)
 
 
 def test_packs_below_their_capacity_have_its_bits() -> None:
