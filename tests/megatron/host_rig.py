@@ -133,17 +133,23 @@ def frozen_model(
     return model, in_half_precision(model)
 
 
-class HostTrainer(Trainer):
-    def __init__(
-        self,
-        model_class: type = GPTModel,  # the model's
-        block_class: type | None = None,  # of its layers' block; Megatron's own by default
-        prepare: Callable[[Any], None] = lambda model: None,  # called with the model before anything wraps it
-        options: Any = rig.OPTIONS,  # of the model
-        **further: Any,  # of `Trainer`
-    ) -> None:
-        self._classes, self._prepare = (model_class, block_class), prepare
-        super().__init__(options, **further)
+class Holder(nn.Module):
+    """A wrapper whose model may be replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class HostTrainer(rig.ModelTrainer):
+    """Of a model and a block of these classes; the block is Megatron's own by default."""
+
+    def __init__(self, model_class: type = GPTModel, block_class: type | None = None, **further: Any) -> None:
+        self._classes = model_class, block_class
+        super().__init__(**further)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         model = _host_model(*self._classes, self.options, config, spec)
@@ -346,15 +352,18 @@ def labels_call(model: Any, micro: rig.Micro, params: Any, rows: int | None = No
 full_rows_call = partial(labels_call, rows=rig.OPTIONS.max_tokens)
 
 
-def _fused_output(*, hidden_states: Tensor, output_layer: Any, labels: Tensor, context: Any, **_: Any) -> Any:
-    """What stands for verl's fused kernel: from hidden states to losses, in one go."""
-    return {"losses": _losses(output_layer(hidden_states)[0][:, 0] / context["temperature"], labels[0])}
-
-
-def _fused_hook(*, packed_seq_params: Any, context: Any, **given: Any) -> Any:
-    """The same as an output processor, which sees the pack that was given."""
+def _fused_hook(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    labels: Tensor,
+    packed_seq_params: Any,
+    context: Any,
+    **_: Any,
+) -> Any:
+    """What stands for verl's fused kernel: from hidden states to losses in one go. Sees the pack as given."""
     assert packed_seq_params is context["pack"]
-    return _fused_output(context=context, **given)
+    return {"losses": _losses(output_layer(hidden_states)[0][:, 0] / context["temperature"], labels[0])}
 
 
 def fused_hook_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
@@ -362,29 +371,6 @@ def fused_hook_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
     context = {"temperature": TEMPERATURE, "pack": params}
     hook = {"output_processor": _fused_hook, "output_processor_context": context}
     return _asked(model, micro, params, "labels", **hook)[0]["losses"]
-
-
-def fused_forward(
-    model: Any,
-    input_ids: Tensor,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    decoder_input: Tensor | None = None,
-    labels: Tensor | None = None,
-    packed_seq_params: Any = None,
-    *,
-    temperature: float = 1.0,
-) -> Any:
-    """What verl sets on an instance if the release has no output processor."""
-    hidden, tables = OwnModel.tables(model, input_ids, position_ids, decoder_input, packed_seq_params)
-    out = model.decoder(hidden, attention_mask, packed_seq_params=packed_seq_params, **tables)
-    assert labels is not None
-    context = {"temperature": temperature}
-    return _fused_output(hidden_states=out, output_layer=model.output_layer, labels=labels, context=context)
-
-
-def fused_instance_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
-    return _asked(model, micro, params, "labels", temperature=TEMPERATURE)[0]["losses"]
 
 
 # -- phases ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from host_rig import AdaptedLinear
 from megatron_rig import OPTIONS, Pair
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 from megagraph.demo.trainer import Trainer
 from megagraph.reasons import EagerReason
@@ -188,14 +188,6 @@ def parametrizes(trainer: Trainer) -> Undo:
     return lambda: parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False) and None
 
 
-def normalises_weight(trainer: Trainer) -> Undo:
-    linear = fc2(trainer)
-    parametrizations.weight_norm(linear)
-    with torch.no_grad():
-        linear.parametrizations.weight.original0.mul_(0.5)
-    return lambda: parametrize.remove_parametrizations(linear, "weight") and None
-
-
 def ties(trainer: Trainer) -> Undo:
     one, other = (layer.mlp.inner.linear_fc2 for layer in trainer.chunk.decoder.layers)
     before = other.weight
@@ -280,6 +272,5 @@ CHANGES: dict[str, Change] = {
     ),
     "buffer of another shape": Change(do=loads_other_shape, reason=_MOVED),
     "parametrized weight": Change(do=parametrizes, reason=_MOVED, stays_eager=True, lasts=True),
-    "normalised weight": Change(do=normalises_weight, reason=_MOVED),
     "tied weights": Change(do=ties, reason=_MOVED, stays_eager=True),
 }

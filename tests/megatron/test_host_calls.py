@@ -5,7 +5,6 @@
 """
 
 import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,10 +38,6 @@ HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward)
 TRAIN, LOG_PROBS, BARE = "train", "log_probs", "bare_log_probs"
 
 
-def _patched(model: Any) -> None:
-    model.forward = types.MethodType(hosts.fused_forward, model)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     pack: Callable[[Micro, Any], Any]  # of a micro-batch
@@ -58,32 +53,6 @@ class Case:
     @property
     def replays(self) -> bool:
         return "WARMING_UP" in self.reasons
-
-
-class DeepModel(OwnModel):
-    """Hands features of some tokens to its block, beside Megatron's arguments, as Bridge's Qwen3-VL does."""
-
-    def run(self, tokens: Any, *given: Any) -> Any:
-        self.decoder.features = None
-        if tokens is not None:  # an image in each pack that begins with an even token
-            chosen = (tokens[0] % 5 == 0) & (tokens[0, 0] % 2 == 0)
-            table = torch.linspace(-1, 1, self.config.hidden_size, device=tokens.device)
-            self.decoder.features = chosen, table.to(self.config.params_dtype)
-        return super().run(tokens, *given)
-
-
-class DeepBlock(OwnBlock):
-    """Adds them to the rows of those tokens after its first layer."""
-
-    features: tuple[Tensor, Tensor] | None = None
-
-    def between(self, index: int, hidden_states: Tensor) -> Tensor:
-        if index > 0 or self.features is None:
-            return hidden_states
-        chosen, added = self.features
-        rows = hidden_states.transpose(0, 1).contiguous()
-        rows[0, chosen] = rows[0, chosen].clone() + added
-        return rows.transpose(0, 1).contiguous()
 
 
 VERL: dict[str, Any] = {"pack": hosts.verl_pack, "call": hosts.verl_call}
@@ -104,8 +73,7 @@ CASES = {
     "verl, away through Megatron, and announced": Case(
         **VERL, offload=partial(hosts.Offload, megatrons_own=True), announces=True
     ),
-    "verl, fused by the instance": Case(**{**VERL, "call": hosts.fused_instance_call}, prepare=_patched),
-    "verl, fused by the output processor": Case(**{**VERL, "call": hosts.fused_hook_call}),
+    "verl, fused": Case(**{**VERL, "call": hosts.fused_hook_call}),
     "Bridge": Case(**BRIDGE, phases=(TRAIN, TRAIN, LOG_PROBS)),
     "Bridge, padded to one count": Case(pack=hosts.bridge_padded_pack, call=hosts.full_rows_call),
     # Positions of unfused RoPE go on from document to document in packs that declare all their tokens.
@@ -113,9 +81,6 @@ CASES = {
         pack=hosts.bridge_whole_pack, call=hosts.full_rows_call, reasons=("SIGNATURE_CHANGED",)
     ),
     "Bridge, LoRA": Case(**BRIDGE, prepare=hosts.adapt),
-    "Bridge, features between layers": Case(
-        **BRIDGE, classes=(DeepModel, DeepBlock), reasons=("WARMING_UP", "NESTING")
-    ),
     "ms-swift": Case(**SWIFT),
     "ms-swift, logits": Case(**{**SWIFT, "call": hosts.verl_call}),
     "ms-swift, GRPO": Case(**SWIFT, phases=(BARE, TRAIN)),
@@ -131,7 +96,7 @@ def _loop(case: Case, mode: str) -> tuple[list[Tensor], Any]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     bridges = {"seq_length": OPTIONS.max_tokens, "p2p_communicator": None, "pg_collection": groups}
     try:
-        trainer = HostTrainer(*case.classes, case.prepare)
+        trainer = HostTrainer(*case.classes, prepare=case.prepare)
         reference: Any = trainer.chunk if case.reference else None
         if case.reference == "another model":
             model, reference = hosts.frozen_model(3, *case.classes)

@@ -4,7 +4,7 @@
 import itertools
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ import megatron_rig as rig
 import pytest
 import torch
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, evaluate, step
-from model_specs import te_layer_spec
 from same_bits import assert_same_bits
 from state_changes import CHANGES, Probe, Undo, probe
 from torch.profiler import ProfilerActivity, profile
@@ -22,34 +21,12 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.reasons import EagerReason
 
-OURS, ENGINE = "our attention", "Transformer Engine"
 PROBED = {"prepare": rig.around_mlps(Probe)}
-# Who sees a change is the same in both kinds of layers: one change for each way in which it is seen.
-IN_ENGINE = (
-    *("adapter off", "list in place", "another configuration", "mode of the model", "forward of a layer"),
-    *("another norm", "a copy of a layer", "hook", "buffer in place", "normalised weight"),
-)
 
 
 @pytest.fixture
 def pair() -> rig.Pair:
     return rig.Pair(**PROBED)
-
-
-def _table(names: Collection[str]) -> pytest.MarkDecorator:
-    """Each of these changes in our layers, and some of them in those of Transformer Engine."""
-    rows: list[Any] = [pytest.param(name, OURS, id=f"{name}-{OURS}") for name in names]
-    rows += [
-        pytest.param(name, ENGINE, marks=[pytest.mark.gpu, rig.needs_engine], id=f"{name}-{ENGINE}")
-        for name in names
-        if name in IN_ENGINE
-    ]
-    return pytest.mark.parametrize(("name", "layers"), rows)
-
-
-def _pair_of(layers: str) -> rig.Pair:
-    of_engine = {"spec": te_layer_spec(), "config": {"apply_rope_fusion": True}} if layers == ENGINE else {}
-    return rig.Pair(**PROBED, **of_engine)
 
 
 def _costs(pair: rig.Pair, *micros: rig.Micro, **options: Any) -> dict[str, int]:
@@ -72,17 +49,14 @@ def _set_number(pair: rig.Pair, number: float) -> None:
         probe(trainer).number = number
 
 
-@_table(CHANGES)
-def test_a_change_between_steps(name: str, layers: str, install: rig.Install) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_steps(name: str, pair: rig.Pair) -> None:
     change = CHANGES[name]
-    warm_up = 1 if layers == OURS else 2  # those of Transformer Engine set attributes in their first step
-    install(cuda_graph_warmup_steps=warm_up)
-    pair = _pair_of(layers)
-    pair.step(rig.ONE, times=warm_up)
+    pair.step(rig.ONE)
     losses = pair.step(rig.TWO, update=False).losses
     pair.eager.chunk.zero_grad()  # of parameters that neither DDP nor the optimizer knows
     pair.graphed.chunk.zero_grad()
-    before = pair.ran(WARMING_UP=warm_up * rig.LAYERS)
+    before = pair.ran(WARMING_UP=rig.LAYERS)
 
     undo = change.of_both(pair)
     changed = pair.step(rig.TWO).losses
@@ -108,10 +82,9 @@ IN_STEP = (
 )
 
 
-@_table(IN_STEP)
-def test_a_change_inside_a_step(name: str, layers: str) -> None:
+@pytest.mark.parametrize("name", IN_STEP)
+def test_a_change_inside_a_step(name: str, pair: rig.Pair) -> None:
     change = CHANGES[name]
-    pair = _pair_of(layers)
     pair.step(rig.ONE, times=2)
     before = pair.report()
 
@@ -136,22 +109,6 @@ def test_a_change_inside_a_step(name: str, layers: str) -> None:
     expected = rig.LAYERS if change.is_eager_back and not change.stays_eager else 0
     assert sum(_costs(pair, rig.ONE).values()) in (0, expected)
     assert _costs(pair, rig.TWO) == {}
-
-
-def test_states_that_have_graphs_replay_however_often_they_alternate(pair: rig.Pair) -> None:
-    pair.step(rig.ONE, times=2)
-    names = ("adapter off", "text", "mode of the model")
-    for name in names:
-        with _changed(pair, name):
-            pair.step(rig.ONE, times=2)
-    before = pair.ran(WARMING_UP=rig.LAYERS, STATE_CHANGED=3 * rig.LAYERS)
-    for name in names * 2:
-        with _changed(pair, name):
-            pair.step(rig.ONE)
-        pair.step(rig.TWO)
-    assert rig.eager_since(pair.report(), before) == {}
-    assert len(before["states"]) == 4 and before["states"][0] == "the first one"
-    assert "_adapter_enabled True -> False" in before["states"][1]
 
 
 def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(caplog: Any) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import frozen_model
+from host_rig import Holder, frozen_model
 from mamba_rig import Documented
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 import megagraph
 from megagraph._C import Constants
@@ -147,25 +146,11 @@ def test_a_table_that_equalled_the_captures_is_compared_again_once_either_is_wri
         assert constants.are({"rotary_pos_emb": captured})
 
 
-class _Around(nn.Module):
-    """A wrapper of a host's, around one model or another."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.module, self.config = model, model.config
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        self.module.set_input_tensor(tensor)
-
-
 def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install: rig.Install) -> None:
     """Bug: what a wrapper holds was looked up once; the next model was a guest in its own steps."""
     install(cuda_graph_warmup_steps=1)
     models = [frozen_model(seed=seed)[1] for seed in range(2)]
-    around, device = _Around(models[0]), next(models[0].parameters()).device
+    around, device = Holder(models[0]), next(models[0].parameters()).device
     for model in models:
         around.module = model
         for _ in range(3):
@@ -174,74 +159,11 @@ def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install:
     assert [report["replays"] for report in megagraph.reports()] == [2 * rig.LAYERS, 2 * rig.LAYERS]
 
 
-# -- packs that say of each row which document it is of, and layers that read it ---------------------
+# -- packs that say of each row which document it is of: layers that read it are in test_model_bits.py ---
 
 has_seq_idx = pytest.mark.skipif(
     not hasattr(PackedSeqParams, "seq_idx"), reason="this release of megatron-core has no seq_idx"
 )
-
-
-def layer_by_document() -> Any:
-    """A layer that treats the rows of each document in another way."""
-
-    class LayerByDocument(TransformerLayer):
-        def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
-            index = packed_seq_params.seq_idx
-            if index is not None:
-                assert index.shape == (1, hidden_states.size(0)) and index.dtype is torch.int32
-                assert packed_seq_params.total_tokens == hidden_states.size(0)
-                hidden_states = hidden_states * (1 + 0.125 * index.view(-1, 1, 1)).to(hidden_states.dtype)
-            return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
-
-    spec = megagraph.get_gpt_layer_varlen_spec()
-    spec.module = LayerByDocument
-    return spec
-
-
-PACKS = (
-    Documented(lengths=(9, 20)),
-    Documented(lengths=(30, 3, 31), seed=1),  # fills the capacity
-    Documented(lengths=(5, 0, 6), seed=2, tail=4),
-    Documented(lengths=(1, 2, 3, 4, 5), seed=3, padded=(4, 4, 4, 4, 8)),  # as many documents as may be
-)
-
-
-@has_seq_idx
-def test_a_layer_that_reads_seq_idx_has_the_bits_of_eager() -> None:
-    """Bug: the canonical pack had none, so that such a layer did something else."""
-    pair = rig.Pair(spec=layer_by_document())
-    for shift in range(4):
-        pair.step(*(PACKS[(shift + place) % len(PACKS)] for place in range(3)))
-        pair.evaluate(PACKS[shift % len(PACKS)])
-    report = pair.report()
-    assert set(report["eager"]) == {"WARMING_UP"}
-    assert report["replays"] >= 2 * 4 * rig.LAYERS
-
-
-@has_seq_idx
-def test_valid_rows_have_the_losses_of_an_unpatched_run(install: rig.Install) -> None:
-    def losses() -> list[list[Tensor]]:
-        trainer = rig.ModelTrainer(spec=layer_by_document())
-        return [rig.step(trainer, PACKS[:2]).losses for _ in range(4)]  # Megatron's RoPE takes no tail
-
-    unpatched = losses()
-    install()
-    patched = losses()
-    (report,) = megagraph.reports()
-    assert report["replays"] >= 3 * 2 * rig.LAYERS - rig.LAYERS
-    torch.testing.assert_close(patched, unpatched)
-
-
-@has_seq_idx
-def test_packs_with_and_without_are_of_two_kinds() -> None:
-    pair = rig.Pair(spec=layer_by_document())
-    plain = rig.Micro(lengths=(9, 20))
-    pair.step(PACKS[0], times=3)
-    pair.step(plain, times=3)
-    pair.step(PACKS[0], plain)
-    report = pair.report()
-    assert set(report["eager"]) == {"WARMING_UP"}
-    assert report["replays"] == (2 + 2 + 2) * rig.LAYERS
 
 
 @has_seq_idx
@@ -275,6 +197,6 @@ def test_the_rows_past_a_pack_are_no_documents(install: rig.Install) -> None:
         return given
 
     rig.hands(trainer.chunk.decoder.layers[0], look)
-    rig.step(trainer, [PACKS[2]])
+    rig.step(trainer, [Documented(lengths=(5, 0, 6), tail=4)])
     rows = [*[0] * 5, *[2] * 6, *[3] * 4, *[rig.CAPACITY.num_seqs] * (rig.CAPACITY.tokens - 15)]
     assert seen[0].tolist() == [rows]

@@ -27,7 +27,7 @@ from torch import distributed
 import megagraph
 
 from .changes import CHANGES, VERIFICATIONS, WRONG, wrong_in_captures
-from .models import KINDS, UNIT, Holder, draw_plugin
+from .models import KINDS, UNIT, draw_plugin
 
 if TYPE_CHECKING:
     from .twins import Twins
@@ -223,7 +223,7 @@ def asks_a_reference(trainer: Any, micros: list[rig.Micro], how: int) -> Any:
     """A frozen model in a wrapper, which takes another one's place if its seed is another one."""
     known, holder = getattr(trainer, "reference", (how, None))
     if holder is None:
-        holder = Holder(host_rig.frozen_model(how)[1])
+        holder = host_rig.Holder(host_rig.frozen_model(how)[1])
     elif known != how:
         holder.module = host_rig.frozen_model(how)[1]
     trainer.reference = how, holder
@@ -345,7 +345,7 @@ def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ran
 # -- what lasts --------------------------------------------------------------------------------------
 
 # Weights that are parametrized cannot be taken back, or as plain tensors if frozen; tied ones train apart.
-UNWANTED = ("parametrized weight", "normalised weight", "tied weights")
+UNWANTED = ("parametrized weight", "tied weights")
 LASTING = [name for name in OF_PROBES if name not in UNWANTED]
 WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED", "GROUP_DISAGREED")
 

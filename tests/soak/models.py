@@ -143,17 +143,6 @@ PLUGIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Holder(nn.Module):
-    """A wrapper whose model may be replaced."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-
 def draw_plugin(rng: Random) -> dict[str, Any]:
     """Some options, as plain data."""
     return {name: rng.choice(values) for name, values in PLUGIN.items()}
