@@ -123,12 +123,6 @@ def test_a_backward_outside_of_a_schedule_is_left_alone(install: rig.Install) ->
     assert rig.report_of(trainer)["replays"] == before + rig.LAYERS
 
 
-def test_a_step_of_another_model_is_left_alone(install: rig.Install) -> None:
-    trained(install)
-    other = Trainer(rig.OPTIONS)
-    assert Seen(other).of(rig.step, other, [rig.ONE]) == [True]
-
-
 class _GaveUp(Exception):
     pass
 

@@ -75,20 +75,6 @@ def test_every_call_has_the_bits_of_eager_and_replays_or_has_the_reason_that_a_h
     assert set(expected) == {"WARMING_UP", "TOO_MANY_TOKENS", "TOO_MANY_SEQUENCES", "SEQUENCE_TOO_LONG"}
 
 
-def test_a_bank_of_several_capacities_pads_each_pack_to_the_smallest_that_holds_it() -> None:
-    bank = tuple(Capacity(tokens=t, num_seqs=n, max_seqlen=t) for t, n in ((32, 2), (64, 2), (64, 4)))
-    steps = _job(6, seed=1, misfits=0.0)
-    run = rig.compare_runs(steps, plugin={"capacities": bank})
-    rows = valid = 0
-    for micro in (micro for micros in steps[1:] for micro in micros):
-        fitting = [c for c in bank if micro.physical <= c.tokens and len(micro.lengths) <= c.num_seqs]
-        rows += min(capacity.tokens for capacity in fitting)
-        valid += sum(micro.lengths)
-    assert run.report["replays"] == 5 * MICROS * rig.LAYERS
-    assert run.report["graphs"] == 2 * rig.LAYERS * len(bank)
-    assert run.report["padding_share"] == pytest.approx(1 - valid / rows, abs=1e-12)
-
-
 def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there_in_eager_mode_too() -> None:
     steps, config = _job(7, seed=2, misfits=0.0), {**MAIN, "capacities": ()}
     run, eager = (rig.train(rig.graph_config(mode=mode, **config), steps) for mode in ("graph", "eager"))

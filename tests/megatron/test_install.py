@@ -92,17 +92,6 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
     assert list(trainer.chunk.decoder.layers) == list(trainer.chunk.decoder._modules["layers"])
 
 
-def test_a_model_trains_on_unpatched_after_uninstall_and_replays_again_after_another_install() -> None:
-    trainer = Trainer(rig.OPTIONS)
-    for _ in range(2):
-        megagraph.install(rig.graph_config())
-        replayed = rig.step(trainer, [rig.ONE], update=False, times=3)
-        assert rig.report_of(trainer)["replays"] == 2 * rig.LAYERS
-        megagraph.uninstall()
-        assert megagraph.reports() == []
-        assert replayed.grads.keys() == {name for name, _ in trainer.named_main_grads()}
-
-
 def test_a_second_install_changes_nothing_and_is_refused_if_it_asks_for_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

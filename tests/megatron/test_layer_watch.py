@@ -28,20 +28,15 @@ class Watched:
     def __init__(self, module: nn.Module, *, grad: bool = True, **site: Any) -> None:
         self.specs = [SiteSpec(name="layer", module=module, **site)]
         self.watch = LayerWatch(self.specs, module, keys=list, is_expected_hook=lambda hook: False)
-        self.asked_for_hooks, self.expects_hooks = 0, False
-        self._ineligible = self._find_ineligible()
+        self._ineligible = ineligible_sites(self.specs)
         self.watch.expect_hooks()
         self.watch.expect_memory(grad=grad)
-
-    def _find_ineligible(self) -> Any:
-        self.asked_for_hooks += 1
-        return ineligible_sites(self.specs, is_expected_hook=lambda hook: self.expects_hooks)
 
     def look(self) -> EagerReason | None:
         return self.watch.difference(self._of_hooks)
 
     def _of_hooks(self) -> EagerReason | None:
-        changed = self._find_ineligible().items() ^ self._ineligible.items()
+        changed = ineligible_sites(self.specs).items() ^ self._ineligible.items()
         return min((reason for _index, (reason, _what) in changed), default=None)
 
 
@@ -187,29 +182,6 @@ def test_the_watch_sees_every_change_however_often_it_was_asked_before(what: str
     assert not watched.watch.are_gradients_away
 
 
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_a_hook_on_all_modules_is_noticed(kind: str) -> None:
-    watched = Watched(_owner := Owner())
-    with getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None):
-        assert watched.look() is EagerReason.FOREIGN_HOOK
-    assert watched.look() is None
-
-
-def test_hooks_that_keep_no_layer_eager_are_looked_at_once_and_others_weigh_most() -> None:
-    """As those that Megatron registers and removes itself."""
-    watched = Watched(owner := Owner())
-    watched.expects_hooks = True
-    owner.inner.register_forward_hook(lambda *_: None)
-    assert [watched.look() for _ in range(3)] == [None] * 3
-    assert watched.asked_for_hooks == 2  # with that of the beginning
-    _moved(owner.inner.bias.main_grad)
-    assert watched.look() is EagerReason.ADDRESS_MOVED and watched.watch.have_only_gradients_moved
-    watched.expects_hooks = False
-    owner.inner.register_forward_hook(lambda *_: None)
-    assert watched.look() is EagerReason.FOREIGN_HOOK and not watched.watch.have_only_gradients_moved
-    assert watched.asked_for_hooks == 3
-
-
 def test_gradients_without_memory_are_away_and_have_not_moved() -> None:
     watched = Watched(owner := Owner())
     owner.inner.bias.main_grad.untyped_storage().resize_(0)
@@ -221,29 +193,6 @@ def test_gradients_without_memory_are_away_and_have_not_moved() -> None:
     assert watched.look() is EagerReason.PARAMETERS_CHANGED and watched.watch.are_gradients_away
     watched.watch.forget_gradients()
     assert not watched.watch.are_gradients_away
-
-
-@pytest.mark.parametrize("is_forgotten", [False, True])
-def test_gradients_may_move_while_no_graph_reads_them(is_forgotten: bool) -> None:
-    owner = Owner()
-    watched = Watched(owner, grad=is_forgotten)
-    if is_forgotten:
-        watched.watch.forget_gradients()
-    _moved(owner.inner.bias.main_grad)
-    assert watched.look() is None
-    watched.watch.expect_memory(grad=True)
-    _moved(owner.inner.bias.main_grad)
-    assert watched.look() is EagerReason.ADDRESS_MOVED
-
-
-def test_a_gradient_beside_main_grad_is_noticed_and_changes_nothing() -> None:
-    watched = Watched(owner := Owner())
-    assert watched.look() is None and not watched.watch.have_other_grads
-    owner.own.grad = torch.zeros(3)
-    assert watched.look() is None and watched.watch.have_other_grads
-    del owner.own.main_grad
-    watched.look()
-    assert not watched.watch.have_other_grads
 
 
 UNREAD: dict[str, Callable[[Any], object]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import BUDGET, Offload, adapt, frozen_model, log_probs, rollouts
+from host_rig import BUDGET, Offload, adapt, log_probs, rollouts
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -96,17 +96,6 @@ def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(first: int) -> N
     assert len(trained) == 2 * len(LINEARS) * (rig.LAYERS - first)
     assert all(name.endswith((".down", ".up")) for name in trained)
     assert all(grad.any() for grad in graphed.steps[-1].grads.values())
-
-
-def test_adapters_that_come_later_cost_one_eager_step(pair: rig.Pair) -> None:
-    """DDP does not know them: their gradients stay in `.grad`."""
-    pair.step(rig.ONE, times=2)
-    for trainer in pair.both:
-        adapt(trainer.chunk, LINEARS)
-    pair.step(rig.TWO, rig.OTHER, times=3)
-    adapter = pair.graphed.chunk.decoder.layers[0].mlp.linear_fc1
-    assert not hasattr(adapter.up, "main_grad") and adapter.up.grad.any()
-    pair.ran((1 + 4) * rig.LAYERS, WARMING_UP=rig.LAYERS, ADDRESS_MOVED=2 * rig.LAYERS)
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
@@ -346,39 +335,3 @@ def test_a_training_forward_while_only_gradients_are_away_runs_eager(pair: rig.P
     assert bool(report["graphs"]) == (before == 2) and report["failures"] == []
     pair.step(rig.ONE, times=3)
     assert pair.report()["replays"] >= (before - 1 + 2) * rig.LAYERS
-
-
-def test_a_first_capture_while_gradients_are_away_leaves_training_for_later(install: rig.Install) -> None:
-    install(capacities=BANK)
-    trainer, offload = Trainer(rig.OPTIONS), Offload()
-    _train_once(trainer)
-    offload.gradients(trainer.model)
-    for _ in range(3):
-        _pass(trainer)
-    report = rig.report_of(trainer)
-    assert (report["graphs"], report["replays"]) == (len(BANK) * rig.LAYERS, 2 * CALLS)
-    offload.gradients_back(trainer.model)
-    _train_once(trainer)
-    report = rig.report_of(trainer)
-    assert (report["graphs"], report["replays"]) == (len(BANK) * 3 * rig.LAYERS, 3 * CALLS)
-    assert set(report["eager"]) == {"WARMING_UP"}
-
-
-def test_a_frozen_model_that_gets_other_weights_replays_with_those(install: rig.Install) -> None:
-    """As a host updates its reference: in place, then by replacing every parameter."""
-    install(capacities=BANK)
-    frozen, called = frozen_model(seed=3)
-    others = [frozen_model(seed=seed)[0].state_dict() for seed in (4, 5)]
-    for _ in range(2):
-        log_probs(called, PACKS)
-    found = []
-    for weights, assign in zip(others, (False, True), strict=True):
-        frozen.load_state_dict(weights, assign=assign)
-        for _ in range(2):
-            graphed = log_probs(called, PACKS)
-            with megagraph.disable_cuda_graphs_this_step():
-                assert_same_bits(graphed, log_probs(called, PACKS))
-        found.append(graphed)
-    assert not any(map(torch.equal, *found))
-    (report,) = megagraph.reports()
-    rig.ran(report, (1 + 2 + 1) * CALLS, WARMING_UP=CALLS, ADDRESS_MOVED=CALLS, DISABLED=4 * CALLS)

@@ -5,35 +5,25 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import pipeline_jobs
 import pytest
-import torch
 from megatron_rig import (
     LAYERS,
-    ON_GPU,
     OPTIONS,
     Install,
     Micro,
     Pair,
-    Step,
     forward,
-    grads,
     hands,
     the_plugin,
 )
+from pipeline_jobs import SHAPES
 from same_bits import assert_same_bits
 
-import megagraph
 from benchmarks.subjects.pipelines import Cut, Others, alone
 from megagraph._C import StageSchedule
-from megagraph.demo.trainer import Trainer
-
-FULL = OPTIONS.max_tokens
-SHAPES = [(9, 20), (FULL,), (3, 30, 8), (24, FULL - 24), (12,)]
 
 
 def schedules(stages: int, chunks: int, *of: int) -> list[StageSchedule]:
@@ -166,17 +156,7 @@ def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_
     for some, most in zip(leases.values(), pair.schedule.most_in_flight, strict=True):
         # The first step warms up; then a verification leases each slot.
         assert len(some) == most + 2 * 8 and all(grad for _slot, grad, *_ in some)
-        # Sorted by time; what ends just when another one begins ends first.
-        ends = [(end, -1, slot) for slot, *_, end in some if end is not None]
-        events = sorted([*((begin, 1, slot) for slot, _grad, begin, _end in some), *ends])
-        assert len(ends) == len(some)
-        held: set[int] = set()
-        in_flight = []
-        for _moment, change, slot in events:
-            assert (slot in held) is (change < 0), "a slot is leased once at a time"
-            held ^= {slot}
-            in_flight.append(len(held))
-        assert max(in_flight) == most
+        assert {slot for slot, *_ in some} == {*range(most)} and all(end is not None for *_, end in some)
     del pair
     gc.collect()
     assert plugin.all_graphs() == [] and plugin.leases() == leases
@@ -184,92 +164,24 @@ def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_
 
 # -- several micro-batches of a model in flight ------------------------------------------------------
 
-STEPS = 8 if ON_GPU else 2
-# Forwards and backwards of micro-batches by their number, in the order of a host.
-ORDERS = {
-    "1F1B": "F0 F1 B0 F2 B1 B2",
-    "last first": "F0 F1 B1 B0 F2 B2",
-    "all forwards first": "F0 F1 F2 B0 B1 B2",
-}
-
-
-def _micros(seed: int) -> list[Micro]:
-    return [Micro(lengths=(3 + seed % 5 + i, 20 - i, 4 + seed % 7), seed=3 * seed + i) for i in range(3)]
-
-
-def _run(trainer: Trainer, order: str, micros: Sequence[Micro]) -> Step:
-    """A step outside of any schedule."""
-    trainer.zero_grad()
-    losses: dict[int, Any] = {}
-    kept = []
-    for what, number in order.split():
-        index = int(number)
-        if what == "F":
-            out, reduce = forward(trainer.model, micros[index], trainer.device)
-            losses[index], left = reduce(out)
-            kept.append(left["losses"])
-            del out
-        else:
-            losses.pop(index).backward()
-    return Step(losses=kept, grads=grads(trainer.chunk))
-
-
-@pytest.mark.parametrize(
-    ("order", "slots"), [*((it, 2) for it in ORDERS), ("1F1B", 1), ("all forwards first", 3)]
-)
-def test_as_many_micro_batches_replay_as_there_are_slots(order: str, slots: int) -> None:
-    pair = Pair(plugin={"cuda_graph_slots": slots})
-    pair.step(*_micros(0), times=2)
-    before = pair.report()
-    assert before["graphs"] == 2 * LAYERS * slots and before["verification"]["verified"] == 1
-    for seed in range(1, STEPS + 1):
-        assert_same_bits(
-            *pair.each(partial(_run, order=ORDERS[order], micros=_micros(seed))), f"step {seed}:"
-        )
-        for trainer in pair.both:
-            trainer.update()
-    in_flight = accumulate(1 if task.startswith("F") else -1 for task in ORDERS[order].split())
-    report = pair.report()
-    eager_calls = report["eager"].get("NO_FREE_SLOT", 0)
-    assert report["replays"] - before["replays"] + eager_calls == STEPS * 3 * LAYERS
-    assert (eager_calls == 0) is (max(in_flight) <= slots)
-    assert set(report["eager"]) <= {"WARMING_UP", "NO_FREE_SLOT"}
-    if slots == 1 and order == "1F1B":
-        assert eager_calls == STEPS * LAYERS
-
 
 def test_a_slot_that_somebody_holds_leaves_the_others_and_holds_captures_back(caplog: Any) -> None:
     pair = Pair(plugin={"cuda_graph_slots": 2})
-    pair.step(*_micros(0), times=2)
+    pair.step(*packs(3, 0), times=2)
     trainer = pair.graphed
     trainer.zero_grad()
     held: list[Any] = []
     handle = trainer.chunk.decoder.register_forward_hook(lambda _block, _args, out: held.append(out))
-    forward(trainer.model, _micros(1)[0], trainer.device)
+    forward(trainer.model, packs(1, 1)[0], trainer.device)
     handle.remove()
     before = pair.report()["replays"]
-    pair.step(*_micros(2))
+    pair.step(*packs(3, 2))
     assert held and pair.report()["replays"] == before + 3 * LAYERS
     graphs = []
     for is_held in (True, True, True, False):
         if not is_held:
             held.clear()
-        pair.evaluate(*_micros(2))
+        pair.evaluate(*packs(3, 2))
         graphs.append(pair.report()["graphs"])
     assert graphs == [2 * 2 * LAYERS] * 3 + [3 * 2 * LAYERS]
     assert caplog.text.count("capture waits: ") == 1
-
-
-@pytest.mark.gpu
-def test_each_slot_has_memory_of_its_own() -> None:
-    """Of what is kept for a backward; what is temporary all of them share."""
-    sizes = []
-    for slots in (2, 3, 4):
-        pair = Pair(plugin={"cuda_graph_slots": slots})
-        pair.step(*_micros(0), times=2)
-        sizes.append(pair.report()["pool_bytes"])
-        megagraph.uninstall()
-        del pair
-        gc.collect()
-        torch.cuda.empty_cache()
-    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
