@@ -270,13 +270,6 @@ def losses_of(trainer: Trainer, micro: OwnMicro) -> Tensor:
     return torch.cat(rig.schedule(trainer.model, [micro], 1, trainer.device))
 
 
-def eager_calls(trainer: Trainer, before: dict[str, Any]) -> dict[str, int]:
-    """Eager calls of each layer since a report, by their reason."""
-    now = rig.report_of(trainer)["eager"]
-    found = {name: (now[name] - before["eager"].get(name, 0)) // rig.LAYERS for name in now}
-    return {name: number for name, number in found.items() if number}
-
-
 # -- documents that ranks schedule together, beside one process that has them all ------------------------
 
 # Over the largest entry of each gradient: sums over rows in another order; in bfloat16 on a GPU.
@@ -417,7 +410,6 @@ def train_scheduled(
         "report": run.report,
         "num_sizes": len({*cp_sizes, static}),
         "evaluated": len(steps[0]) * len(evaluate_at[1:]),
-        "numbers": [len(step) for step in steps],
         "sizes": [[batch.cp_size for batch in step] for step in steps],
         "off": how_far(run.steps[0].grads, expected) if is_whole else 0.0,
     }

@@ -26,7 +26,7 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.megatron.graphs.dispatcher import Dispatcher
-from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of_pack
+from megagraph.megatron.parallel.groups import ranks_of_pack
 from megagraph.megatron.parallel.peers import Peers, patience_of_job
 
 LAYERS, MICROS, STEPS = 2, parallel_jobs.PACKS, 4
@@ -46,20 +46,6 @@ def model(**groups: Any) -> nn.Module:
 
 def of_each_rank() -> Any:
     return [distributed.new_group([rank]) for rank in range(2)][distributed.get_rank()]
-
-
-@on_ranks(2)
-def test_ranks_that_share_a_pack_run_the_same_one() -> None:
-    for sizes, names in (
-        ({}, []),
-        ({"expert_model_parallel_size": 2}, []),
-        ({"tensor_model_parallel_size": 2}, ["tp", "tp_cp"]),
-        ({"context_parallel_size": 2}, ["cp", "tp_cp"]),
-    ):
-        make_groups(**sizes)
-        made = model()
-        assert [*groups_of_pack(made)] == names
-        assert sorted(Peers(made).same_pack()) == ([0, 1] if names else [])
 
 
 def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> None:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import context_jobs
 import megatron_rig as rig
 import pytest
 import torch
@@ -157,37 +156,10 @@ def test_what_cannot_be_trained_is_an_error(per_token: bool, sizes: tuple[int, .
         )
 
 
-def test_ranks_train_what_one_process_would(world2: World) -> None:
-    """On packs of one rank each, graphed as eager, with as many micro-batches everywhere."""
-    shapes = [
-        [[60, 7, 30], [5]],
-        [[20, 20, 20], [50, 9, 9]],
-        [[64], [3, 3, 3, 3, 3, 3]],
-        [[], [40, 41, 42, 8]],
-    ]
-    one, other = world2.run(context_jobs.train_scheduled, lengths=shapes)
-    numbers = one["numbers"]
-    assert numbers == other["numbers"] and set(numbers) == {1, 2}
-    for run in (one, other):
-        found = run["report"]
-        assert run["off"] <= 1e-5 if not torch.cuda.is_available() else run["off"] <= 2e-2  # bf16
-        assert found["failures"] == [] and set(found["eager"]) == {"WARMING_UP"}
-        assert found["eager"]["WARMING_UP"] == numbers[0] * found["layers"]
-        assert found["replays"] == sum(numbers[1:]) * found["layers"]
-
-
 TOKENS = rig.CAPACITY.tokens
-# By step and rank of data parallelism; a document has as many rows as the release wants on all ranks. Steps
-# of four ranks have up to three sub-steps.
+# By step and rank of data parallelism; a document has as many rows as the release wants on all ranks.
 ON_TWO = [[[120, 8], [64, 32]], [[40], [128, 4]], [[20, 24, 28], [32]], [[8, 124], [12]]]
 ON_TWO.append(ON_TWO[1])  # in which one evaluates before
-ON_FOUR = [
-    [[120, 8], [64], [248], [16]],
-    [[16], [8, 40], [128], [64]],
-    [[256], [104, 16], [64], [8]],
-    [[24, 40], [72], [8], [16]],
-]
-ON_FOUR.append(ON_FOUR[1])
 
 
 # -- megatron-core's own hybrid scheduler: what ranks run -------------------------------------------
@@ -350,14 +322,6 @@ def test_two_ranks(world2: World) -> None:
     assert one != other
 
 
-def test_four_ranks(world4: World) -> None:
-    runs = world4.run(train, lengths=ON_FOUR, cp_sizes=(1, 2, 4))
-    check(runs)
-    assert sizes_of(runs) == {1, 2, 4}
-    for step in range(len(ON_FOUR)):
-        assert len({len(run["sizes"][step]) for run in runs}) > 1
-
-
 def test_beside_tensor_parallelism(world4: World) -> None:
     """Half of the ranks get no data from the scheduler."""
     one, other = [[120, 8], [64]], [[40], [128, 8]]
@@ -399,15 +363,6 @@ def test_a_model_is_refused_where_the_plugin_knows_no_sizes(monkeypatch: pytest.
 def described(**changes: Any) -> Any:
     ends = torch.tensor([0, 24])
     return rig.packed(ends, ends.clone(), **{"qkv_format": "sbhd", "local_cp_size": 1, **changes})
-
-
-def test_a_document_becomes_a_pack_of_one() -> None:
-    pack = as_pack(described(), torch.zeros(1, 24, dtype=torch.int64), None)
-    assert pack.qkv_format == "thd" and pack.max_seqlen_q == pack.max_seqlen_kv == 24
-    assert pack.cu_seqlens_q is pack.cu_seqlens_kv and pack.cu_seqlens_q_padded is None
-    assert pack.cu_seqlens_q.dtype == torch.int32 and pack.cu_seqlens_q.tolist() == [0, 24]
-    assert pack.local_cp_size == 1 and pack.cp_group is None
-    assert as_pack(described(), None, torch.zeros(24, 1, 8)).cu_seqlens_q.tolist() == [0, 24]
 
 
 @pytest.mark.parametrize("change", [{"qkv_format": "thd"}, {"local_cp_size": None}])
