@@ -22,7 +22,6 @@ from worlds import on_ranks
 
 import megagraph
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron import seams
 
 ONE = rig.Micro(lengths=(9, 20), tail=7, mask_seed=1)
 TWO = rig.Micro(lengths=(3, 30, 8), seed=1, mask_seed=2)
@@ -59,26 +58,6 @@ def seen() -> Iterator[list[Tensor]]:
         yield masks
 
 
-@pytest.mark.parametrize(
-    ("make", "modules"), [*((rig.ModelTrainer, it) for it in ((), "attn", "mlp")), (rig.HybridTrainer, ())]
-)
-def test_masks_that_change_every_micro_batch_replay_with_eager_bits(make: rig.Make, modules: Any) -> None:
-    if make is rig.HybridTrainer and seams.HYBRID_FORWARD.problem() is not None:
-        pytest.skip("this megatron-core has no HybridModel")
-    steps = rig.steps_of(12 if rig.ON_GPU else 3, masks=True, align=4)
-    report = rig.compare_runs(steps, make, {"cuda_graph_modules": modules}).report
-    assert report["eager"] == {"WARMING_UP": 3 * report["layers"]} and report["failures"] == []
-    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
-
-
-def test_a_mask_matters(pair: rig.Pair) -> None:
-    pair.step(ONE, times=3)
-    masks = [ONE, dataclasses.replace(ONE, mask_seed=8), dataclasses.replace(ONE, mask_seed=9)]
-    first, second, third = pair.step(*masks, update=False).losses
-    assert not torch.equal(first, second) and not torch.equal(second, third)
-    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 @pytest.mark.parametrize("micro", [ONE, TWO, FULL])
 def test_layers_see_the_same_mask_in_eager_and_in_replays(
@@ -95,31 +74,6 @@ def test_layers_see_the_same_mask_in_eager_and_in_replays(
         rig.step(trainer, [micro], update=False, eager=trainer is pair.eager)
         assert len(seen) == rig.LAYERS and all(torch.equal(mask, wanted.cpu()) for mask in seen)
     assert pair.report()["replays"] == (2 + 1) * rig.LAYERS
-
-
-def test_eager_runs_the_mask_that_megatron_alone_runs(install: rig.Install) -> None:
-    """What a canonical pack adds to the mask is no row of the user's."""
-
-    install(mode="eager")
-    trainer = rig.ModelTrainer()
-    packs = (TWO, FULL)  # Megatron alone takes no tail
-    ours = rig.schedule(trainer.model, packs, 2, trainer.device, forward_only=True)
-    megagraph.uninstall()
-    alone = rig.schedule(trainer.model, packs, 2, trainer.device, forward_only=True)
-    torch.testing.assert_close(ours, alone)
-    assert torch.equal(ours[-1], alone[-1])
-
-
-@pytest.mark.parametrize("first", [(ONE, PLAIN, TWO), (PLAIN,)], ids=["at once", "later"])
-def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(
-    pair: rig.Pair, first: tuple[rig.Micro, ...]
-) -> None:
-    pair.step(*first, times=2)
-    pair.step(ONE, FULL, PLAIN, times=3)
-    report = pair.report()
-    warm_up = len(first) if len(first) > 1 else 1 + 2  # of the first step, and those that come later
-    assert report["eager"] == {"WARMING_UP": warm_up * rig.LAYERS}
-    assert report["graphs"] == 2 * 2 * rig.LAYERS and report["verification"]["verified"] == 2
 
 
 def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(pair: rig.Pair) -> None:

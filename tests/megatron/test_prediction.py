@@ -10,12 +10,10 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from model_specs import spec_of
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
-from torch import Tensor
 
 import megagraph
 from megagraph.modules import Norm
@@ -140,25 +138,3 @@ def test_routers_that_record_do_so_in_prediction_as_well() -> None:
         assert {len(each) for each in one} == {micros[-1].physical}
         assert_same_bits(one, other)
     assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
-
-
-# -- what is refused -------------------------------------------------------------------------------
-
-
-def test_a_forward_of_a_hosts_own_is_refused_by_name(install: rig.Install) -> None:
-    class OwnPrediction(MultiTokenPredictionBlock):
-        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            """Could not be handed the pack as it was given, unless it calls Megatron's."""
-            return super().forward(*args, **kwargs)
-
-    install()
-    trainer = prediction()
-    trainer.chunk.mtp.__class__ = OwnPrediction
-    micros = rig.steps_of(1, tails=False)[0]
-    ours = [rig.step(trainer, micros, update=False) for _ in range(3)]
-    report = rig.ran(rig.report_of(trainer), failures=1, SCOPE_UNSUPPORTED=3 * 3 * LAYERS)
-    name = f"multi-token prediction by {__name__}.{OwnPrediction.forward.__qualname__}"
-    assert report["failures"] == [f"GPTModel stays eager (SCOPE_UNSUPPORTED): {name} is not supported yet"]
-    megagraph.uninstall()
-    for left in ours:
-        assert_same_bits(left, rig.step(trainer, micros, update=False))

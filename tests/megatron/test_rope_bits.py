@@ -163,19 +163,6 @@ def test_the_two_meanings_differ() -> None:
     assert not torch.equal(all_rows[0], half[0])
 
 
-def test_each_pack_keeps_its_own_meaning_beside_packs_of_the_other() -> None:
-    """One replays, although its canonical pack's table is as long as itself; the other runs as given."""
-    steps: Steps = []
-    for index, lengths in enumerate(rope_rig.SHAPES):
-        all_rows, half = (
-            rope_rig.Declared(lengths=lengths, max_seqlen=it, num_seqs=5, seed=index) for it in (64, 32)
-        )
-        steps.append([all_rows, half] if index % 2 else [half, all_rows])
-    graphed = rope_rig.three_modes(steps)["graph"]
-    assert graphed.report["eager"] == {"WARMING_UP": rig.LAYERS, GOES_ON: 6 * rig.LAYERS}
-    assert graphed.report["graphs"] == 2 * rig.LAYERS
-
-
 @pytest.mark.parametrize("of_each_token", [False, True])
 def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_token: bool) -> None:
     """The table has the capacity's rows where it is padded.
@@ -194,12 +181,6 @@ def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_to
     _eager, graphed = rope_rig.padded_modes(steps, prepare=prepare)
     goes_on = {"WARMING_UP": rig.LAYERS, GOES_ON: 5 * rig.LAYERS}
     rig.ran(graphed.report, **({"WARMING_UP": 2 * rig.LAYERS} if of_each_token else goes_on))
-
-
-def test_one_document_alone_needs_no_graphs_of_its_own() -> None:
-    """Its table is as long as the pack, and both meanings are the same."""
-    steps: Steps = [[rig.Micro(lengths=(9, 20), seed=i), rig.Micro(lengths=(30 + i,))] for i in range(4)]
-    assert rig.compare_runs(steps).report["graphs"] == 2 * rig.LAYERS
 
 
 def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: rig.Install) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of Transformer Engine, on a GPU: the bits of eager, and those of a run without the plugin."""
 
-import dataclasses
 from typing import Any
 
 import megatron_rig as rig
@@ -10,7 +9,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from model_specs import te_layer_spec
-from rope_rig import canonical, canonical_steps
+from rope_rig import canonical_steps
 from same_bits import assert_same_bits
 from worlds import World
 
@@ -150,14 +149,3 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
         assert report["failures"] == []
         # Its first call leaves a module in another state, which ranks tell each other of between steps.
         assert report["eager"] == {"WARMING_UP": 2 * parallel_jobs.PACKS * rig.LAYERS}
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_fp8_is_refused_by_name(install: rig.Install, recipe: str) -> None:
-    install()
-    options = dataclasses.replace(rig.OPTIONS, hidden=64, heads=2)
-    trainer = Trainer(options, spec=te_layer_spec(), config={"fp8": "hybrid", "fp8_recipe": recipe})
-    left: rig.Step = rig.step(trainer, [canonical((64,))])
-    assert not any(grad.isnan().any() for grad in left.grads.values())
-    (report,) = megagraph.reports()
-    assert report["eager"] == {"SCOPE_UNSUPPORTED": rig.LAYERS}
