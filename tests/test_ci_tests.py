@@ -4,7 +4,6 @@
 import argparse
 import datetime
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,12 +156,3 @@ def test_a_lane_that_runs_nothing_is_a_failure(run: Suite, capfd: pytest.Capture
     said = capfd.readouterr().out
     assert "lane one: pytest ended with 5" in said and "1 passed" in said
     assert "No module named 'nothing_of" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["tests", "units"], "random, got units"), ([], "--other-core: expected the folder of another")],
-)
-def test_bad_arguments_are_an_error(arguments: list[str], message: str) -> None:
-    told = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
-    assert told.returncode == 2 and message in told.stderr

@@ -3,10 +3,8 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -100,46 +98,11 @@ def test_hangs():
     assert not child.exists() or not child.read_text()
 
 
-class Pretended:
-    """Stands for a part that runs: it has passed after some looks at it."""
-
-    log, seconds, is_broken = Path(), 0.0, False
-    counts, results, stop = Counter, list, int
-
-    def __init__(self, name: str, looks: float) -> None:
-        self.name, self._looks = name, looks
-
-    @property
-    def code(self) -> int | None:
-        self._looks -= 1
-        return None if self._looks > 0 else 0
-
-
-@pytest.mark.parametrize(("gib", "beside"), [(80, ["one"]), (40, []), (10, [])])
-def test_parts_begin_when_their_memory_is_free(
-    suite: ModuleType, tmp_path: Path, capsys: CaptureFixture[str], gib: float, beside: list[str]
-) -> None:
-    parts: list[Pretended] = []
-    run_beside = []
-
-    def begin(name: str, *_: object) -> Pretended:
-        run_beside.append([part.name for part in parts if part.code is None])
-        parts.append(Pretended(name, looks))
-        return parts[-1]
-
-    suite.begin, looks = begin, 4.0
-    assert run(suite, tmp_path, gib=gib, one="", other="") == 0
-    assert run_beside == [[], beside] and "failed: nothing" in capsys.readouterr().out
-    parts, looks = [], float("inf")
+def test_a_part_that_never_has_memory_is_a_failure(suite: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    assert run(suite, tmp_path, gib=40.0, limit=0.0, one=TESTS, other=TESTS) == 1
     late = "part other: waited for memory of the GPU until the time was over"
-    assert run(suite, tmp_path, gib=gib, limit=0, one="", other="") == int(not beside)
-    assert (late in capsys.readouterr().out) == (not beside)
-
-
-def test_unknown_parts_are_an_error() -> None:
-    told = subprocess.run([SCRIPT, "bank", "banks"], capture_output=True, text=True)
-    assert told.returncode == 2 and "expected parts of ranks, megatron" in told.stderr
-    assert "got banks" in told.stderr
+    assert late in capsys.readouterr().out and not (tmp_path / "other.log").exists()
+    assert suite.tell([], 0.0, late=["other"]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
