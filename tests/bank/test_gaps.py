@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Block, Pair, blocks, new_bank, unowned, variant
-from pytest import MonkeyPatch
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.bank.sites import EagerPart, SiteSpec, ineligible_sites
-from megagraph.bank.verify import Example, verify
+from megagraph.bank.sites import EagerPart, SiteSpec
 from megagraph.reasons import EagerReason
 
 CHOICES = 3
@@ -144,48 +142,6 @@ def test_an_eager_part_may_come_first_and_last(device: str) -> None:
     assert pair.counts() == {"calls": 2, "replays": 2}
 
 
-def test_micro_batches_in_flight_in_the_order_of_a_pipeline(device: str) -> None:
-    pair = RouterPair(device, num_slots=2, transient=(3,))
-    flying = [pair.forward()]
-    for _ in range(4):  # 1F1B
-        flying.append(pair.forward())
-        flying.pop(0).backward()
-        pair.check_state()
-    flying.append(pair.forward())
-    assert pair.bank.begin(pair.bank.variants["train"], [], True) is EagerReason.NO_FREE_SLOT
-    while flying:
-        flying.pop(0).backward()
-    assert pair.bank.all_free() and set(pair.counts()) == {"calls", "replays"}
-
-
-@pytest.mark.parametrize("place", ["route", "apply_experts", "finish"])
-def test_after_any_error_the_next_step_is_right(device: str, place: str, monkeypatch: MonkeyPatch) -> None:
-    """In what stays eager, and in sites while they are captured."""
-    raises_now = False
-    original = getattr(Router, place)
-
-    def fails(layer: Router, *args: Any) -> Any:
-        if raises_now:
-            raise RuntimeError("of this part")
-        return original(layer, *args)
-
-    monkeypatch.setattr(Router, place, fails)
-    pair = RouterPair(device, transient=(3,))
-    pair.step()
-    raises_now = True
-    with pair.bank.micro_batch("train"):
-        hidden = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
-        if place == "apply_experts" or device == "cpu":  # on a GPU a graph runs no Python
-            with pytest.raises(RuntimeError, match="of this part"):
-                pair.bank(hidden)
-    raises_now = False
-    for layer, eager in zip(pair.layers, pair.eager_layers, strict=True):
-        eager.load_state_dict(layer.state_dict())
-        eager.metric.copy_(layer.metric)
-    pair.zero_grads()
-    pair.step()
-
-
 def test_several_outputs_need_somebody_who_takes_them(device: str) -> None:
     layer = Router(device)
     route, _experts, finish = steps_of(layer)
@@ -193,16 +149,6 @@ def test_several_outputs_need_somebody_who_takes_them(device: str) -> None:
     bank.capture([variant()])
     assert bank.eager_sites[0] is EagerReason.CAPTURE_FAILED
     assert "expected one output, as nothing takes several, got 4" in str(bank.failures[0])
-
-
-@pytest.mark.parametrize("transient", [(), (0, 1, 2, 3)])
-def test_sites_are_verified_with_all_their_outputs(device: str, transient: Sequence[int]) -> None:
-    pair = RouterPair(device, main_grad=True, transient=transient)
-    hidden = torch.randn(ROWS, WIDTH, device=device)
-    before = [layer.metric.clone() for layer in pair.layers]
-    verified = verify(pair.bank, "train", Example(hidden=hidden))
-    assert verified.differences == [] and verified.not_run == {} and not pair.bank.failures
-    assert all(map(torch.equal, before, [layer.metric for layer in pair.layers]))
 
 
 def test_a_site_answers_for_its_own_modules_alone() -> None:
@@ -213,13 +159,3 @@ def test_a_site_answers_for_its_own_modules_alone() -> None:
     assert {id(param) for param in finish.parameters()} == {id(param) for param in layer.after.parameters()}
     assert any(buffer is layer.metric for buffer in route.further_state())
     assert not any(buffer is layer.metric for buffer in finish.further_state())
-
-
-@pytest.mark.parametrize(("hooked", "found"), [("experts.0", set()), ("gate", {0}), ("", {0, 1})])
-def test_a_hook_keeps_the_sites_eager_that_would_run_it(hooked: str, found: set[int]) -> None:
-    """Experts are eager; a hook on the whole module, whose call is bypassed, is of all of its sites."""
-    layer = Router("cpu")
-    route, _experts, finish = steps_of(layer)
-    layer.get_submodule(hooked).register_forward_hook(lambda *args: None)
-    reasons = {index: reason for index, (reason, _what) in ineligible_sites([route, finish]).items()}
-    assert reasons == dict.fromkeys(found, EagerReason.FOREIGN_HOOK)

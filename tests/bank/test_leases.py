@@ -2,7 +2,6 @@
 """Leases: whoever can still read a boundary holds its slot, and nobody else does; in what words."""
 
 import gc
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -295,14 +294,6 @@ def test_leases(name: str) -> None:
     play(leased(training=name in TRAINING), (TRAINING | WITHOUT_BACKWARD)[name])
 
 
-def test_a_backward_waits_for_what_an_eager_part_reads() -> None:
-    slot = leased()
-    play(slot, "F0 +0t")
-    assert not slot.await_transients(0)
-    play(slot, "-0t")
-    assert slot.await_transients(0)
-
-
 def test_a_slot_has_one_lease_at_a_time_which_starts_with_no_site_live() -> None:
     slot = leased(training=False)
     assert not slot.lease(0, True)
@@ -321,18 +312,6 @@ def test_holders_are_named_by_kind_and_site() -> None:
     assert slot.describe_holders() == held
     play(slot, "-3 X0")
     assert slot.describe_holders() == "1 pending backward of site 3, 1 tensor of site 3"
-
-
-def test_holders_are_counted_exactly_in_any_order() -> None:
-    rng = random.Random(0)
-    for _ in range(300):
-        slot, ends = leased(5), ["end"]
-        for index in sorted(rng.sample(range(5), rng.randint(1, 5))):
-            tensors = rng.randint(0, 3)
-            play(slot, f"F{index} " + f"+{index} " * tensors)
-            ends += [f"X{index}", *[f"-{index}"] * tensors]
-        rng.shuffle(ends)
-        play(slot, "held " + " held ".join(ends) + " free")
 
 
 # -- tensors that another thread lets go of a little later -------------------------------------------

@@ -4,7 +4,6 @@
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -80,14 +79,7 @@ def test_a_backward_after_the_end_of_its_bank_raises(pair: Pair, is_held: bool) 
         pending.backward()
 
 
-def nobody_asks(*_where: Any) -> None:
-    """All ranks run eager alike."""
-
-
-@pytest.mark.parametrize("holds_collectives", [False, True])
-def test_with_one_slot_a_second_micro_batch_runs_eager(device: str, holds_collectives: bool) -> None:
-    """Every rank has as many of them: the program is the same."""
-    pair = Pair(device, blocks(), run_eager_alike=nobody_asks if holds_collectives else None).capture()
+def test_with_one_slot_a_second_micro_batch_runs_eager(pair: Pair) -> None:
     first = pair.forward()
     second = pair.forward()
     assert (first.reason, second.reason) == (None, EagerReason.NO_FREE_SLOT)
@@ -101,7 +93,7 @@ def test_with_one_slot_a_second_micro_batch_runs_eager(device: str, holds_collec
 
 def test_graphs_with_collectives_wait_a_moment_for_a_tensor_and_name_who_keeps_it(device: str) -> None:
     """Bug: threads of gloo let go of what they have sent a little after everybody has been told."""
-    pair = Pair(device, blocks(), run_eager_alike=nobody_asks).capture()
+    pair = Pair(device, blocks(), run_eager_alike=lambda *_where: None).capture()
     micro_batch = pair.forward()
     micro_batch.backward()
     kept = [micro_batch.output]
