@@ -88,21 +88,6 @@ def test_micro_batches_in_flight_have_the_bits_of_eager(banks: int, order: Seque
             pair.check_state()
 
 
-def test_a_site_that_cannot_be_captured_is_left_out_by_all_slots() -> None:
-    def cannot_be_captured(hidden: Tensor) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("cannot be captured")
-        return hidden.tanh()
-
-    pair = Pair("cuda", [Wide(), Applies(cannot_be_captured), Wide()], num_slots=3)
-    pair.capture(variant(), variant("evaluation", training=False))
-    assert [failure.index for failure in pair.bank.failures] == [1]
-    flying = [pair.forward() for _ in range(3)]
-    for micro_batch in reversed(flying):
-        micro_batch.backward()
-    pair.check_state()
-
-
 def test_graphs_on_two_streams_take_turns() -> None:
     """Side by side they would write over each other's temporary memory."""
     module = Wide(sleeps=True).cuda()

@@ -80,17 +80,15 @@ def test_what_graphs_save_is_told_if_eager_steps_were_measured() -> None:
 @pytest.mark.parametrize(
     ("script", "toml", "said"),
     [
-        ("pass", "", NO_MODEL),
         (UNINSTALL, "", "nothing is known: the script has called uninstall()"),
         ("pass", "mode = 'off'", "nothing is known: mode is off"),
-        (TRAINING, "", "80 % of layer calls replayed; the rest warmed up"),
         (
             TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)"),
             "",
             f"60 % of layer calls replayed; 20 % eager, {RAISE_IT}",
         ),
     ],
-    ids=["no model", "uninstalled", "off", "replayed", "too many documents"],
+    ids=["uninstalled", "off", "too many documents"],
 )
 def test_a_run_ends_with_it(files: Files, capsys: Any, script: str, toml: str, said: str) -> None:
     config, path = files.toml(TOML + toml), files.script(script)

@@ -369,12 +369,6 @@ def test_strided_views_and_integers_are_copied_in_order(device: str) -> None:
     assert out.tolist() == [*x[:3].tolist(), [0] * 8]
 
 
-def test_gradcheck_of_zero_tail(device: str) -> None:
-    x = torch.randn(6, 2, 3, dtype=torch.float64, device=device, requires_grad=True)
-    for tokens in (3, 6, 9):
-        assert torch.autograd.gradcheck(lambda x, n=tokens: zero_tail(x, offsets([1, 0, 3], device), n), x)
-
-
 def test_second_derivative_is_zero_tail_again(device: str) -> None:
     x = torch.randn(6, 2, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: zero_tail(x, offsets([4], device), 5), x)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from offsets import offsets
 from rope_cases import frequencies, layouts, tables
 from same_bits import assert_same_bits
-from torch import Tensor
 
 from megagraph.packs.ops import RopeLayout, RotaryTables, rope_thd
 
@@ -52,28 +51,14 @@ def test_no_rows_no_heads_no_documents(device: str, shape: tuple[int, int, int])
     assert torch.equal(out, torch.zeros(shape, device=device))
 
 
-@layouts
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_gradcheck(device: str, layout: str, cp_size: int) -> None:
-    cos, sin = tables(frequencies(16, 4, layout, device), torch.float64, mscale=1.3)
-    q = torch.randn(8, 2, 6, device=device, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(8, 1, 4, device=device, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = offsets([4, 0, 8] if cp_size == 2 else [4, 0, 2], device)
-
-    def turn(*qk: Tensor) -> tuple[Tensor, ...]:
-        return rope_thd([*qk], cos, sin, cu_seqlens, layout=layout, cp_size=cp_size, cp_rank=cp_size - 1)
-
-    assert torch.autograd.gradcheck(turn, (q, k))
-
-
 @pytest.mark.megatron
 @layouts
 @pytest.mark.parametrize("cp_size", [1, 4])
-@settings(max_examples=15)
+@settings(max_examples=20)
 @given(
     units=st.lists(st.sampled_from([0, 1, 2, 5, 12]), min_size=1, max_size=5).filter(any),
     tail=st.sampled_from([0, 1, 9]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     head_dims=st.sampled_from(HEAD_DIMS),
     mscale=st.sampled_from([1.0, 1.2079]),
 )
@@ -198,19 +183,6 @@ def test_tables_die_with_the_frequencies(dtypes: list[torch.dtype]) -> None:
     finally:
         gc.enable()
     assert kept() is not None
-
-
-def test_frequencies_at_a_dead_ones_place_get_tables_of_their_own() -> None:
-    """Python hands a dead object's id to a new one."""
-    tables, ids, repeated = RotaryTables(), set(), False
-    for step in range(1, 200):
-        freqs = torch.full((4, 1, 1, 2), float(step))
-        repeated |= id(freqs) in ids
-        ids.add(id(freqs))
-        cos, _ = tables.tables(freqs, torch.float32, 1.0)
-        assert torch.equal(cos, freqs.flatten(1).cos())
-        del freqs
-    assert repeated
 
 
 def test_tables_keep_neither_the_frequencies_nor_the_object_alive() -> None:
