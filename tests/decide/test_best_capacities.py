@@ -76,34 +76,6 @@ def test_no_other_choice_pads_fewer_tokens_nor_as_many_with_fewer_documents(
         assert cost == min(other for it, other in as_large if finds_all(packs, it))
 
 
-def found(packs: Packs, room: tuple[int, int] = (1, 1), multiple: int = 1) -> list[list[tuple[int, int]]]:
-    choices = best_capacities(packs, room=room, multiple=multiple, captures=4)
-    return [[(it.tokens, it.num_seqs) for it in capacities] for capacities, _padded in choices]
-
-
-def test_full_packs_are_told_apart_by_their_documents() -> None:
-    packs = {PackShape(4096, documents, 9): count for documents, count in ((4, 90), (5, 9), (60, 1))}
-    assert found(packs) == [
-        [(4096, 60)],
-        [(4096, 5), (4096, 60)],
-        *[[(4096, 4), (4096, 5), (4096, 60)]] * 2,  # no fourth one is of any use
-    ]
-
-
-def test_a_capture_goes_where_most_rows_are_and_holds_what_smaller_ones_hold() -> None:
-    packs = {PackShape(100, 30, 9): 50, PackShape(900, 4, 9): 50, PackShape(1000, 4, 9): 10}
-    assert found(packs)[:3] == [[(1000, 30)], [(100, 30), (1000, 30)], [(100, 30), (900, 30), (1000, 30)]]
-
-
-def test_room_for_larger_packs_is_a_capture_of_its_own_if_there_is_one() -> None:
-    packs = {PackShape(8000, 4, 9): 10}
-    assert found(packs, room=(8192, 8))[:2] == [[(8192, 8)], [(8000, 4), (8192, 8)]]
-    assert found({PackShape(8190, 4, 9): 1, PackShape(8100, 2, 9): 1}, multiple=128)[:2] == [
-        [(8192, 4)],
-        [(8192, 2), (8192, 4)],
-    ]
-
-
 def test_many_packs_take_no_longer_than_somebody_waits() -> None:
     packs = {
         PackShape(1 + number * 37 % 30_011, 1 + number % 50, 1): 1 + number % 3 for number in range(4000)

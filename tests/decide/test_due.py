@@ -114,13 +114,6 @@ shapes = st.builds(
 ).filter(lambda shape: shape.max_seqlen <= shape.tokens)
 
 
-@given(st.lists(shapes, min_size=1, max_size=20), st.sampled_from([0, 1]))
-def test_every_observed_pack_fits(observed: list[PackShape], extra_seqs: int) -> None:
-    learned = capacities_for(needs_of(observed, extra_seqs), extra_seqs)
-    assert 1 <= len(learned) <= 2
-    assert all(any(shape.exceeds(held) is None for held in learned) for shape in observed)
-
-
 def test_most_packs_get_a_capacity_of_their_own() -> None:
     for extra in (0, 1):  # documents of the tail
         observed = [PackShape(100, count + extra, 40) for count in (2, 4, 4, 4, 30)]
@@ -146,6 +139,7 @@ def test_the_largest_numbers_hold_what_any_rank_met(observed: list[list[PackShap
     needs = [needs_of(of_rank, extra_seqs) for of_rank in observed]
     agreed = [*map(max, zip(*needs, strict=True))]
     learned = capacities_for(agreed, extra_seqs) if packs else ()
+    assert bool(packs) <= len(learned) <= 2
     assert all(any(shape.exceeds(held) is None for held in learned) for shape in packs)
 
 

@@ -132,19 +132,6 @@ def linear(in_features: int, out_features: int) -> GroupedLinear:
 
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
-def test_rows_are_sorted_by_expert(topk: int) -> None:
-    chosen = choices(topk)
-    found, end = SortedRows.of(chosen, topk), 0
-    assert found.offsets.dtype is torch.int32
-    for expert, next_end in enumerate(found.offsets.tolist()):
-        assert found.rows[end:next_end].tolist() == chosen[:, expert].nonzero().flatten().tolist()
-        assert (found.picks[end:next_end] % EXPERTS == expert).all()
-        end = next_end
-    assert sorted(found.rows[end:].tolist()) == [row for row in UNROUTED for _ in range(topk)]
-    assert torch.equal(found.rows[found.places], torch.arange(ROWS)[:, None].expand(-1, topk))
-
-
-@pytest.mark.parametrize("topk", [1, 2, 4])
 def test_grouped_products_are_those_of_every_expert(topk: int) -> None:
     torch.manual_seed(0)
     chosen, first, second = choices(topk), linear(FEATURES, INNER), linear(INNER, FEATURES)

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from offsets import offsets, pack_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megagraph import _C
 from megagraph._C import Capacity, PackForm, PackShape, VariantKey
-from megagraph.bank.bank import Bank
-from megagraph.bank.sites import VariantSpec
 from megagraph.packs.ops import TailConvention
 
 HIDDEN, EMPTY_DUMMY = TailConvention
@@ -158,45 +155,6 @@ def test_canonical_offsets_say_what_the_convention_says(
     elif padded is not None:
         expected["padded"] = padded + [padded[-1]] * extra
     assert canonical(*pack, tail, tokens, len(actual) - 1 + extra) == expected
-
-
-# -- the same in staging -------------------------------------------------------------------------
-
-
-def staged(packs: Sequence[Given], tail: TailConvention, tokens: int, num_seqs: int) -> list[Rows]:
-    """What a replayed site finds in its arguments, for one micro-batch after the other."""
-    seen: list[Rows] = []
-
-    class Site(nn.Module):
-        def forward(self, hidden: Tensor, **buffers: Tensor) -> Tensor:
-            seen.append({name: buffer.tolist() for name, buffer in buffers.items()})
-            return hidden + 1
-
-    site = Site()  # which a bank does not keep alive
-    bank = Bank([site], "cpu")
-    shape: Any = {"key": "pack", "training": False, "rows": 2, "row_shape": (1,), "dtype": torch.float32}
-    metadata = specs_of(tail, tokens, num_seqs, has_padded=packs[0][1] is not None)
-    bank.capture([VariantSpec(**shape, metadata=metadata, arguments=lambda buffers: dict(buffers))])
-    seen.clear()
-    for pack in packs:
-        sources = [given for given in pack if given is not None]
-        with torch.no_grad(), bank.micro_batch("pack", sources) as why:
-            assert why is None
-            bank.replay_all(torch.zeros(2, 1))
-    assert bank.counters()["replays"] == len(packs)
-    return seen
-
-
-@tails
-@settings(max_examples=10)
-@given(first=packs(), second=packs(), slack=st.integers(0, 3))
-def test_staging_writes_equal_offsets(tail: TailConvention, first: Given, second: Given, slack: int) -> None:
-    """So layers that fall back to eager see the very pack that replayed ones see; nothing stays behind."""
-    both = [first, second] if (first[1] is None) == (second[1] is None) else [first, first]
-    ends = [int(given[-1]) for pack in both for given in pack if given is not None]
-    tokens, num_seqs = max(ends) + slack, 5 + tail.extra_seqs + slack
-    expected = [canonical(*pack, tail, tokens, num_seqs) for pack in both]
-    assert staged(both, tail, tokens, num_seqs) == expected
 
 
 # -- canonical packs -----------------------------------------------------------------------------

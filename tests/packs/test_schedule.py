@@ -99,12 +99,6 @@ def test_there_is_always_one_if_all_ranks_may_share_one(step: tuple[list[int], S
     check(schedule_packs(*step), *step)
 
 
-def test_sizes_are_mixed_in_one_micro_batch() -> None:
-    schedule = schedule_packs([120, 60, 60], USUAL)
-    assert plain(schedule) == [[(2, 0, [0]), (1, 2, [1]), (1, 3, [2])]]
-    assert [pack.cp_size for pack in schedule.of_rank(1)] == [2]
-
-
 def test_a_rank_runs_its_larger_groups_first_and_of_these_the_costlier_packs() -> None:
     limits = USUAL.replace(ranks=2, cp_sizes=(1, 2), max_packed_seqs=1)
     lengths = [20, 70, 50, 128, 10, 40, 100]
@@ -113,16 +107,6 @@ def test_a_rank_runs_its_larger_groups_first_and_of_these_the_costlier_packs() -
         found = [(pack.cp_size, lengths[pack.documents[0]]) for pack in schedule.of_rank(rank)]
         assert found == sorted(found, reverse=True)
         assert [size for size, _length in found] == [2, 2, 2, 1, 1]
-
-
-def test_a_short_document_is_shared_where_ranks_would_be_idle() -> None:
-    assert plain(schedule_packs([3], USUAL)) == [[(4, 0, [0])]]
-
-
-def test_a_long_document_is_shared_further_than_its_tokens_ask_for() -> None:
-    limits = USUAL.replace(attention_parity=8)
-    [packs] = schedule_packs([60, 20, 20, 20, 20], limits).micro_batches
-    assert next(pack.cp_size for pack in packs if 0 in pack.documents) > 1
 
 
 @pytest.mark.parametrize(
