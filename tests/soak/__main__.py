@@ -16,7 +16,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for all; 0 runs one scenario")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--replay", type=Path, help="run the scenario of this file alone")
     options = parser.parse_args()
     if options.device == "cpu":

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import faulthandler
 import gc
-import json
 import logging
 import os
 import time
@@ -73,8 +72,6 @@ class Campaign:
                 self._seeds()
             else:
                 self._one(given)
-        if self._options.json is not None:
-            self._options.json.write_text(json.dumps(self._results(), indent=1) + "\n", encoding="utf-8")
         ended = ", ".join(f"{count} {why}" for why, count in self._unfinished().items())
         print(f"{self._summary()}; unfinished: {ended or 'none'}; failed: {self._failed or 'none'}")
         return int(bool(self._failed))
@@ -113,25 +110,12 @@ class Campaign:
         lines.append(f"python -m tests.soak --device {self._options.device} --replay {path}")
         print("\n".join(lines), flush=True)
 
-    def _total(self) -> Outcome:
-        total = Outcome()
-        for _, it in self._outcomes:
-            total.calls, total.replays = total.calls + it.calls, total.replays + it.replays
-            total.done, total.eager = total.done + it.done, total.eager + it.eager
-            total.seconds += it.seconds
-        return total
-
     def _unfinished(self) -> Counter[str]:
         """Scenarios that ended before their last event and are no failure, by what ended them."""
         return Counter(str(it.failure) for _, it in self._outcomes if it.failure and not it.has_failed)
 
     def _summary(self) -> str:
-        total = self._total()
-        share = 100 * total.replays / max(total.calls, 1)
-        return f"{len(self._outcomes)} scenarios, {total.done.total()} events, {share:.0f} % replayed"
-
-    def _results(self) -> dict[str, object]:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        each = [{"seed": it.seed, "kind": it.kind, **vars(outcome)} for it, outcome in self._outcomes]
-        total = {**vars(self._total()), "unfinished": self._unfinished()}
-        return {"torch": torch.__version__, "device": device, **total, "scenarios": each}
+        outcomes = [it for _, it in self._outcomes]
+        events = sum(it.done.total() for it in outcomes)
+        share = 100 * sum(it.replays for it in outcomes) / max(sum(it.calls for it in outcomes), 1)
+        return f"{len(outcomes)} scenarios, {events} events, {share:.0f} % replayed"

@@ -64,15 +64,13 @@ def of_each_rank(*, scenario: str) -> Outcome:
 
 def run_on_ranks(world: World, scenario: Scenario) -> Outcome:
     """What the first one says, or what any of them fails with."""
-    start = time.monotonic()
     try:
         outcome: Outcome = world.run(
             of_each_rank, scenario=scenario.as_json(), timeout_seconds=SECONDS, late_seconds=LATE_SECONDS
         )[0]
+        return outcome
     except AssertionError as error:
         said = re.findall(r"FAILED (\w+) at (-?\d+)", str(error)) or [("RankFailed", -1)]
         # What eager or its packs do on one rank explains the others.
         kind, at = min(said, key=lambda it: (int(it[1]), it[0] not in FIRST))
-        outcome = Outcome(failure=kind, text=str(error), at=int(at))
-    outcome.seconds = time.monotonic() - start
-    return outcome
+        return Outcome(failure=kind, text=str(error), at=int(at))

@@ -4,7 +4,6 @@
 import contextlib
 import gc
 import re
-import time
 import traceback
 import weakref
 from collections import Counter
@@ -71,8 +70,6 @@ class Outcome:
     done: Counter[str] = field(default_factory=Counter)  # events, by name
     calls: int = 0
     replays: int = 0
-    eager: Counter[str] = field(default_factory=Counter)  # calls by reason
-    seconds: float = 0.0
     failure: str | None = None  # what kind
     text: str = ""  # all about it
     at: int = -1  # the event
@@ -348,7 +345,6 @@ class Twins:
         for report in self._reports.values():
             outcome.calls += report["calls"]
             outcome.replays += report["replays"]
-            outcome.eager.update(report["eager"])
 
 
 @contextlib.contextmanager
@@ -370,13 +366,11 @@ def as_it_was() -> Iterator[None]:
 def run(scenario: Scenario) -> Outcome:
     """Runs it to its end or its first failure."""
     outcome = Outcome()
-    start = time.monotonic()
     with as_it_was():
         try:
             _run(scenario, outcome)
         except Exception as error:
             outcome.failure, outcome.text = type(error).__name__, traceback.format_exc()
-    outcome.seconds = time.monotonic() - start
     free_models()
     stay = models_in_memory()
     if stay and outcome.failure is None:
