@@ -2,7 +2,11 @@
 """What users of the commands write: scripts, a config file, documents."""
 
 import json
+import os
+import shutil
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Says what it sees to the file next to it.
 WITNESS = """
@@ -77,3 +81,17 @@ class Files:
         path = self.folder / "docs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
+
+
+def add_to_packages(folder: Path) -> None:
+    """Puts our `.pth` among the packages of each Python that finds the folder, as an installation does."""
+    for name in ("auto.py", "auto.pth"):
+        shutil.copy(ROOT / "megagraph" / name, folder / f"megagraph_{name}")
+    (folder / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(folder)!r})\n")
+
+
+def environment_with(folder: Path, *last: str | Path) -> dict[str, str]:
+    """Variables without ours, and paths to that folder, to megagraph, and to what comes last."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
+    paths = [folder, ROOT, *filter(None, [os.environ.get("PYTHONPATH")]), *last]
+    return {**clean, "PYTHONPATH": os.pathsep.join(map(str, paths))}

@@ -31,9 +31,7 @@ from benchmarks.measuring.results import RESULTS, Figure, measure, read_result, 
 from benchmarks.subjects import costs, layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
-from megagraph.demo.cpu import megatron_on_cpu  # noqa: E402
 from megagraph.demo.packs import Pack  # noqa: E402
-from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
 from megagraph.reasons import EagerReason  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")
@@ -166,24 +164,19 @@ def test_the_drawings_find_their_figures(
 # -- the command -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def call(monkeypatch: MonkeyPatch) -> Callable[..., int]:
-    """`python -m benchmarks` with some arguments, on a machine with a GPU; each benchmark has one figure."""
+def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_those_of_one_gpu(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Any
+) -> None:
+    """On a machine with a GPU; each benchmark has one figure."""
+
+    def call(*names: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *names])
+        return int(command.main())
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("benchmarks.measuring.results.describe_environment", lambda: {})
     for module in BENCHMARKS.values():
         monkeypatch.setattr(module, "FIGURES", {"all": lambda: [FIGURE]})
-
-    def main(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-        return int(command.main())
-
-    return main
-
-
-def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_those_of_one_gpu(
-    call: Callable[..., int], tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Any
-) -> None:
     monkeypatch.setattr(command, "FOLDER", tmp_path / "all")
     assert call() == 0
     assert {path.stem for path in (tmp_path / "all").iterdir()} == set(command.DEFAULT)
@@ -197,22 +190,6 @@ def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_
     assert "rope: RuntimeError: second: KeyError: 'median'" in capsys.readouterr().err
     assert {it.stem for it in path.parent.iterdir()} == {"rope", "training"}
     assert read_result(path).figures == (FIGURE,), "what was measured stays"
-
-
-def test_results_are_shown_and_an_unknown_name_and_a_machine_without_a_gpu_end_with_2(
-    call: Callable[..., int], capsys: Any, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("COLUMNS", "500")
-    monkeypatch.setattr(command, "FOLDER", RESULTS)  # or that of OUT, if it is set
-    assert call("memory", "--show") == 0
-    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "|" in line]
-    assert rows[2:] == [figure.name for figure in read_result(RESULTS / "memory.json").figures]
-    with pytest.raises(SystemExit, match="2"):
-        call("training", "fastest")
-    assert f"expected one of {', '.join(command.NAMES)}, got 'fastest'" in capsys.readouterr().err
-    assert call() == 2
-    assert "need a GPU; none is here" in capsys.readouterr().err
 
 
 # -- processes, pairs and rivals -------------------------------------------------------------------
@@ -322,21 +299,6 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
     assert (timeline.launches, timeline.share_beside("beside")) == (2, 0.5)
     with pytest.raises(ValueError, match="found none"):
         read_timeline({"traceEvents": events[2:]})
-
-
-@pytest.mark.megatron
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the models of a GPU take a GPU's time")
-@pytest.mark.filterwarnings("ignore")
-def test_eager_calls_are_measured_on_a_cpu(monkeypatch: MonkeyPatch) -> None:
-    for name in ("CALL_ROUNDS", "CALLS"):
-        monkeypatch.setattr(costs, name, 2)
-    options = ModelOptions(layers=2, hidden=32, heads=2, max_tokens=64)
-    monkeypatch.setattr(costs, "model_options", lambda *shape, **further: options)
-    with megatron_on_cpu(), process_groups():
-        answers = costs.measure_calls()
-    assert answers.keys() == costs.CASES.keys()
-    for answer in answers.values():
-        assert len(answer["patched"]) == len(answer["unpatched"]) == 2 * costs.SAMPLES
 
 
 # -- the format of figures ---------------------------------------------------------------------------

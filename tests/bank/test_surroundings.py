@@ -120,21 +120,6 @@ def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(device:
     assert reasons == [EagerReason.RECOMPUTING] * 2
 
 
-def test_hooks_inside_a_micro_batch_are_seen_by_each_site(pair: Pair) -> None:
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with pair.bank.micro_batch("train") as reason:
-        assert reason is None
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            pair.bank(pair.input()).sum().backward()
-    assert kept
-    assert pair.eager_calls() == {"RECOMPUTING": 3}
-
-
 CALLS: dict[str, Callable[[Bank], Any]] = {
     "begin": lambda bank: bank.begin(0, [], True),
     "end": lambda bank: bank.end(),

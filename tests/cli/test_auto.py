@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MEGAGRAPH_AUTO: processes that nobody launches for us get the plugin, and others cost nothing."""
 
-import os
-import shutil
 import subprocess
 import sys
 import timeit
@@ -12,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_scripts import TRAINING, Files
+from run_scripts import ROOT, TRAINING, Files, add_to_packages, environment_with
 
 from megagraph.cli.reports import read_report
 
-ROOT = Path(__file__).resolve().parents[2]
 AUTO = ROOT / "megagraph" / "auto.pth"
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -26,17 +23,13 @@ def start(tmp_path: Path) -> Start:
     """Starts a Python whose packages hold our `.pth`, as after an installation."""
     site = tmp_path / "site"
     site.mkdir()
-    for file in AUTO, AUTO.with_suffix(".py"):
-        shutil.copy(file, site / f"megagraph_{file.name}")
-    (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
+    add_to_packages(site)
 
     def run(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
-        paths = [tmp_path / "site", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        clean["PYTHONPATH"] = os.pathsep.join(map(str, paths))
         named = {f"MEGAGRAPH_{name}": value for name, value in variables.items()}
         command = [sys.executable, "-W", "ignore", *map(str, words)]
-        return subprocess.run(command, env=clean | named, capture_output=True, text=True, timeout=300)
+        environment = environment_with(site) | named
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
     return run
 

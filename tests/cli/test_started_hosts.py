@@ -8,16 +8,15 @@ ms-swift 4.6.0, mcore-bridge 1.6.5, transformers 5.8.1 and what they import.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from run_scripts import add_to_packages, environment_with
 
 HOSTS = os.environ.get("MEGAGRAPH_TEST_HOSTS", "")
-ROOT = Path(__file__).resolve().parents[2]
 STARTED = Path(__file__).parent / "started"
 TOKENS = "400"
 pytestmark = [
@@ -81,17 +80,13 @@ STARTS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model, conversations, and our `.pth` among the packages of each Python that begins there."""
     folder = tmp_path_factory.mktemp("hosts")
-    for name in ("auto.py", "auto.pth"):
-        shutil.copy(ROOT / "megagraph" / name, folder / f"megagraph_{name}")
-    (folder / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(folder)!r})\n")
+    add_to_packages(folder)
     run(folder, [str(STARTED / "small_model.py")])
     return folder
 
 
 def run(folder: Path, command: list[str], **variables: str) -> None:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
-    paths = [folder, ROOT, *filter(None, [os.environ.get("PYTHONPATH")]), STARTED, HOSTS]
-    clean |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TOKENIZERS_PARALLELISM": "false"}
+    clean = environment_with(folder, STARTED, HOSTS) | {"TOKENIZERS_PARALLELISM": "false"}
     clean |= {"HF_HUB_OFFLINE": "1", "USE_HF": "1", "VERL_PLATFORM": "nvidia", "MASTER_ADDR": "127.0.0.1"}
     clean |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29671"}
     done = subprocess.run(
