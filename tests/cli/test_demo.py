@@ -97,14 +97,6 @@ def test_without_capacities_the_warm_up_learns_them(
     assert re.search(r"\d+ tokens, \d+ documents", capsys.readouterr().out)
 
 
-def test_a_pack_over_the_capacity_runs_eager_and_is_counted(compare: Compare, files: Files) -> None:
-    path = files.jsonl(*[{"length": 32}] * 2, *[{"length": 8}] * 8)  # by turns a pack of 2 and one of 8
-    comparison = compare("--data", path, "--max-packed-seqs", "4")
-    assert comparison.bitwise_equal
-    assert comparison.eager == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
-    assert comparison.replays == 2 * LAYERS
-
-
 # -- what it reports -----------------------------------------------------------------------------
 
 

@@ -357,17 +357,6 @@ def test_settings_that_change_in_a_step_are_due_afterwards() -> None:
     assert made.counts() == {1: {"NUMERICS_CHANGED": 1}}
 
 
-def test_a_micro_batch_without_graphs_is_told_what_its_state_differs_in() -> None:
-    made = dispatcher(BANK)
-    batch, warming_up = entered(made, PACK, 6), EagerReason.WARMING_UP
-    assert began(made, batch, warming_up) is warming_up
-    made.states.agree(made.states.local_state(0, 99, 0))
-    made.due.mark_captured({batch.key.kind.replace(state=made.states.current)})
-    assert began(made, batch, warming_up) is EagerReason.STATE_CHANGED
-    made.due.mark_captured({batch.key.kind})
-    assert began(made, batch, warming_up) is warming_up
-
-
 def test_a_block_that_is_called_again_has_the_later_mask() -> None:
     """Bug: the first one stayed among what staging reads."""
     made, hidden_states = dispatcher(BANK, is_own_table=lambda *_: False), torch.zeros(6, 1, 4)
