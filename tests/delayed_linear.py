@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Of gradients that a fused layer hands on in place of those that it has added; whoever adds one shows.
+FILLER = 7.0
 _is_capturing = False
 
 
@@ -67,7 +69,7 @@ class _Product(torch.autograd.Function):
         wgrad = None
         if layer.is_fused:
             layer.weight.grad_added_to_main_grad = True
-            wgrad = torch.empty_like(weight)  # stands for it
+            wgrad = torch.full_like(weight, FILLER)  # stands for it
         elif not layer.wgrad_store.delays:
             wgrad, layer.made = layer.made, None
         return grad @ weight, wgrad, None

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from bank_pair import WIDTH, Applies, Block, Pair, unowned, variant
+from delayed_linear import FILLER, DelayedLinear
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -238,43 +239,14 @@ def test_a_parameter_from_elsewhere_is_memory_like_any_other_where_nothing_train
 # -- every gradient of a captured backward is added once, and all of it, as eager adds it ------------
 
 
-FILLER = 7.0  # of the gradients that a fused layer hands on; whoever adds one shows
-
-
-class FusedLinear(nn.Module):
-    """Adds its weight's gradient to `main_grad` by itself, as Megatron's fused accumulation does."""
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: Tensor, weight: Tensor, owner: "FusedLinear") -> Tensor:
-            ctx.save_for_backward(hidden, weight)
-            ctx.owner = owner
-            return hidden @ weight.t()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-            hidden, weight = ctx.saved_tensors
-            param: Any = ctx.owner.weight
-            param.main_grad.add_(grad.t() @ hidden)
-            param.grad_added_to_main_grad = True
-            if ctx.owner.zeroes_out:
-                param.zero_out_wgrad = True
-            return grad @ weight, torch.full_like(weight, FILLER), None
-
-    def __init__(self, *, zeroes_out: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.zeroes_out = zeroes_out
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.Function.apply(hidden, self.weight, self)
-
-
 @pytest.mark.parametrize("zeroes_out", [False, True])
 def test_gradients_of_fused_layers_are_added_once_unless_zeroed_out(device: str, zeroes_out: bool) -> None:
     """Megatron's hook adds what such a layer hands on, although it has added the gradient itself."""
-    layers = [FusedLinear(zeroes_out=zeroes_out), Block(), FusedLinear()]
-    pair = Pair(device, layers, main_grad=True).capture()
+    fused = [DelayedLinear(WIDTH, WIDTH, is_fused=True, delays=False) for _ in range(2)]
+    pair = Pair(device, [fused[0], Block(), fused[1]], main_grad=True)
+    for side in (pair.layers, pair.eager_layers):
+        side[0].weight.zero_out_wgrad = zeroes_out
+    pair.capture()
     assert not any(param.grad_added_to_main_grad for param in pair.params()), "capture left the flag set"
     pair.replay_steps(4)
     added, alone = (layer.weight.main_grad.mean() for layer in pair.layers[::2])
