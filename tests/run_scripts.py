@@ -50,6 +50,9 @@ if __name__ == "__main__":
     exec(sys.argv[2])
 """
 
+MADE = "        trainer = Trainer(shape)\n"  # a line of it, behind which a test may add others
+assert MADE in TRAINING
+
 TOML = """
 [megagraph]
 cuda_graph_max_packed_seqs = [6]

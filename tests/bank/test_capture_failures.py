@@ -22,20 +22,6 @@ TOO_MANY = 1 << 46
 Trouble = Callable[[Tensor], object]
 
 
-class OnBackward(torch.autograd.Function):
-    """The identity, whose backward calls `action`."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, action: Trouble) -> Tensor:
-        ctx.action = action
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.action(grad)
-        return grad.clone(), None
-
-
 class Countdown:
     """Passes that are left: no value of a module's own, which no call may change."""
 
@@ -65,10 +51,11 @@ class Troubled(nn.Module):
             self.trouble(tensor)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.in_backward:
-            hidden = OnBackward.apply(hidden, self.count)
-        else:
+        if not self.in_backward:
             self.count(hidden)
+        elif hidden.requires_grad:
+            hidden = hidden.clone()
+            hidden.register_hook(self.count)
         return hidden * self.scale
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_scripts import TRAINING, Files
+from run_scripts import MADE, TRAINING, Files
 
 import megagraph
 from megagraph.cli import main
@@ -70,8 +70,7 @@ def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys:
 # -- a script --------------------------------------------------------------------------------------
 
 
-MODEL = "        trainer = Trainer(shape)\n"
-HOOK = f"{MODEL}        trainer.chunk.decoder.layers[1].register_forward_hook(lambda *given: None)\n"
+HOOK = f"{MADE}        trainer.chunk.decoder.layers[1].register_forward_hook(lambda *given: None)\n"
 
 
 def rehearsed(files: Files, capsys: pytest.CaptureFixture[str], script: str, code: int) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def test_a_script_runs_one_step_and_its_layers_are_told_apart(files: Files, caps
     least, most = model["pool_bytes"]
     assert 0 < least <= most
 
-    half = rehearsed(files, capsys, TRAINING.replace(MODEL, HOOK), 0)
+    half = rehearsed(files, capsys, TRAINING.replace(MADE, HOOK), 0)
     (model,) = half["rehearsed"]
     assert half["verdict"] == "1 of 2 layers would be graphed"
     assert model["graphed"] == ["layer 0 (TransformerLayer)"]
@@ -115,7 +114,7 @@ def test_how_to_profile_a_script_has_the_options_that_were_given(files: Files, c
 
 @pytest.mark.megatron
 def test_a_refused_model_and_a_script_without_any_say_so(files: Files, capsys: Any) -> None:
-    refused = TRAINING.replace(MODEL, MODEL.replace("shape)", "shape, config={'qk_clip': True})"))
+    refused = TRAINING.replace(MADE, MADE.replace("shape)", "shape, config={'qk_clip': True})"))
     document = rehearsed(files, capsys, refused, 1)
     (model,) = document["rehearsed"]
     assert document["verdict"] == "0 of 2 layers would be graphed" and model["pool_bytes"] == [0, 0]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import offsets
 import pytest
 import torch
 from hypothesis import given
@@ -49,16 +50,9 @@ def dispatcher(
     return made
 
 
-class Pack(SimpleNamespace):
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
-
-
 def pack_of(shape: PackShape, **changes: Any) -> Any:
-    offsets = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
-    return Pack(qkv_format="thd", **{**dict.fromkeys(names, offsets), **longest, **changes})
+    ends = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
+    return offsets.pack_of(ends, ends, **{"max_seqlen_q": shape.max_seqlen, **changes})
 
 
 def enter(made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: Any) -> Any:
@@ -357,6 +351,11 @@ def test_settings_that_change_in_a_step_are_due_afterwards() -> None:
     assert made.counts() == {1: {"NUMERICS_CHANGED": 1}}
 
 
+class Pack(SimpleNamespace):  # says what it takes
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+
+
 def test_a_block_that_is_called_again_has_the_later_mask() -> None:
     """Bug: the first one stayed among what staging reads."""
     made, hidden_states = dispatcher(BANK, is_own_table=lambda *_: False), torch.zeros(6, 1, 4)
@@ -367,7 +366,7 @@ def test_a_block_that_is_called_again_has_the_later_mask() -> None:
         assert batch.sources[0] is PACK.cu_seqlens_q and torch.equal(batch.sources[1], mask)
         assert len(batch.sources) == 2 and batch.mask is mask
     for other in (MASK[:, :5], None):
-        batch = entered(made, PACK, 6, mask=MASK)
+        batch = entered(made, Pack(**vars(PACK)), 6, mask=MASK)
         assert not made.take(batch, hidden_states, None, other) and batch.is_as_given
 
 

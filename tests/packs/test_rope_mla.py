@@ -11,8 +11,7 @@ from rope_cases import frequencies, tables
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.packs.ops import rope_mla as rotate
-from megagraph.packs.ops import rope_thd
+from megagraph.packs.ops import rope_mla, rope_thd
 
 MSCALE = 1.2079
 # heads, content, rotary and value dimensions
@@ -38,19 +37,11 @@ def small(device: str) -> tuple[Tensor, ...]:
     return (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
 
 
-def rope_mla(
-    q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, *tensors: Tensor, v_dim: int = 0, **options: Any
-) -> tuple[Tensor, ...]:
-    """With tables and offsets one by one."""
-    cos, sin, cu_seqlens = tensors
-    return rotate(q, kv, k_pe, (cos, sin, cu_seqlens), v_dim=v_dim, **options)
-
-
 def run(q: Tensor, kv: Tensor, k_pe: Tensor, grads: Any, *how: Any, **options: Any) -> list[Tensor]:
     """q, k and v, then the gradients of q, kv and k_pe."""
     leaves = [t.detach().clone().requires_grad_() for t in (q, kv, k_pe)]
     # A copy that keeps its strides is what gets written.
-    out = rope_mla(leaves[0] * 1, leaves[1], leaves[2], *how, **options)
+    out = rope_mla(leaves[0] * 1, leaves[1], leaves[2], how, **options)
     return [*(t.detach() for t in out), *torch.autograd.grad(out, leaves, grads)]
 
 
@@ -149,7 +140,7 @@ def test_a_fused_sum_is_rounded_once(device: str, dtype: torch.dtype, one: float
         q = torch.tensor([[[one, 1.0]]], dtype=dtype, device=device)
         cos = torch.tensor([[other, 0.0]], dtype=dtype, device=device)
         sin = torch.tensor([[-small, 0.0]], dtype=dtype, device=device)
-        (out,) = rope_mla(q, None, None, cos, sin, offsets([1], device))
+        (out,) = rope_mla(q, None, None, (cos, sin, offsets([1], device)))
         assert out[0, 0, 0].item() == wanted
 
 
@@ -161,7 +152,7 @@ def test_gradcheck(device: str) -> None:
     ]
 
     def turn(q: Tensor, kv: Tensor, k_pe: Tensor) -> tuple[Tensor, ...]:
-        return rope_mla(q * 1, kv, k_pe, cos, sin, offsets([4, 0, 3], device), v_dim=6)
+        return rope_mla(q * 1, kv, k_pe, (cos, sin, offsets([4, 0, 3], device)), v_dim=6)
 
     assert torch.autograd.gradcheck(turn, leaves)
 
@@ -177,9 +168,9 @@ def test_one_launch_has_the_bits_of_two(device: str, shape: Shape) -> None:
     dq, dk, dv = random_grads(shape, 19, torch.bfloat16, device)
     together = run(q, kv, k_pe, (dq, dk, dv), *how, v_dim=shape[3])
     leaf = q.detach().clone().requires_grad_()
-    (query,) = rope_mla(leaf * 1, None, None, *how)
+    (query,) = rope_mla(leaf * 1, None, None, how)
     query.backward(dq)
-    key, value = rope_mla(None, kv, k_pe, *how, v_dim=shape[3])
+    key, value = rope_mla(None, kv, k_pe, how, v_dim=shape[3])
     made = torch.ops.megagraph.rope_mla_backward(None, dk, dv, *how)
     assert_same_bits(together, [query, key, value, leaf.grad, *made])
 
@@ -190,7 +181,7 @@ def test_queries_are_written_where_they_are_and_gradients_are_not(device: str) -
     q = leaf * 1
     before = q.detach().clone()
     squared = q.square()
-    (query,) = rope_mla(q, None, None, *how)
+    (query,) = rope_mla(q, None, None, how)
     assert query.data_ptr() == q.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.sum().backward()
@@ -215,7 +206,7 @@ def test_gradients_that_are_no_rows_of_memory(device: str) -> None:
     """Expanded, transposed, and of outputs that nothing was made of."""
     how = small(device)
     _q, kv, k_pe = (t.requires_grad_() for t in inputs((2, 4, 8, 4), 6, torch.float32, device))
-    key, _value = rope_mla(None, kv, k_pe, *how, v_dim=4)
+    key, _value = rope_mla(None, kv, k_pe, how, v_dim=4)
     expanded = torch.autograd.grad(key.sum(), (kv, k_pe), retain_graph=True)
     plain = torch.autograd.grad(key, (kv, k_pe), torch.ones_like(key), retain_graph=True)
     assert_same_bits(expanded, plain)
