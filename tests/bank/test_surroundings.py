@@ -42,19 +42,6 @@ def test_tensors_that_are_not_plain_run_eager(device: str, make: Run, num_eager:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": num_eager}
 
 
-def test_a_fake_tensor_runs_eager(device: str) -> None:
-    from torch._subclasses import FakeTensorMode
-
-    pair = Pair(device, blocks()).capture(variant(training=False))
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        hidden = mode.from_tensor(pair.input())
-    with torch.no_grad(), pair.bank.micro_batch("train") as reason:
-        assert reason is None
-        assert pair.bank.replay_all(hidden) is NotImplemented
-        assert pair.bank.sites[0](hidden) is NotImplemented
-    assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
-
-
 def _tangent(run: Run, hidden: Tensor) -> Tensor:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
