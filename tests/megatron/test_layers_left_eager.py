@@ -82,6 +82,18 @@ def test_a_layer_that_training_alone_leaves_eager_replays_in_evaluations(scopes:
     assert report["replays"] == before["replays"] + LAYERS and rig.eager_since(report, before) == {}
 
 
+@pytest.mark.parametrize("scopes", [(), ("mlp",)])
+def test_a_failure_of_the_evaluation_capture_costs_training_no_graph(scopes: Any) -> None:
+    pair = rig.Pair(layers=LAYERS, plugin={"cuda_graph_modules": scopes})
+    rig.breaks(_mlp(pair.graphed.chunk), lambda: rig.is_capturing() and not torch.is_grad_enabled())
+    pair.step(rig.ONE, times=2)
+    pair.evaluate(rig.ONE)
+    pair.step(rig.ONE)
+    pair.evaluate(rig.ONE)
+    pair.step(rig.TWO)
+    pair.ran(3 * LAYERS + (LAYERS - 1), failures=1, WARMING_UP=2 * LAYERS, CAPTURE_FAILED=1)
+
+
 def test_a_layer_that_fails_in_each_capture_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """Bug: as often as memory had moved."""
     pair = rig.Pair(layers=LAYERS, prepare=lambda model: rig.breaks(_mlp(model)))

@@ -400,3 +400,25 @@ def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: Worl
     reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how={1: "hold"}, config=TENSOR_PARALLEL)
     for report in reports:
         rig.ran(report, WARMING_UP=2 * STEP_CALLS)
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism() -> None:
+    """Each rank sees half of the rows, and has the gradient of all of them in the end."""
+
+    def left_of_step(sequence_parallel: bool) -> rig.Step:
+        sizes = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
+        micros = [rig.Micro(lengths=(9, 21)), rig.Micro(lengths=(3, 30, 7), seed=1)]
+        return rig.step(rig.ModelTrainer(**sizes, qk_layernorm=True), micros, update=False)
+
+    shared, whole = left_of_step(True), left_of_step(False)
+    # On a GPU the model computes in bfloat16, and the two ways add up in another order.
+    close: dict[str, float] = {"rtol": 5e-2, "atol": 2e-3} if torch.cuda.is_available() else {}
+    torch.testing.assert_close(shared.losses, whole.losses, **close)
+    torch.testing.assert_close(shared.grads, whole.grads, **close)
+    ours = [grad for name, grad in shared.grads.items() if "norm" in name]
+    assert len(ours) == 2 * (4 * LAYERS + 1)
+    for grad in ours:
+        both = [torch.empty_like(grad) for _ in range(2)]
+        distributed.all_gather(both, grad)
+        assert torch.equal(*both)
