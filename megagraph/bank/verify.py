@@ -97,7 +97,8 @@ class Verification:
         bank, counters = self._bank, self._bank.counters()
         bank.set_in_step(False)
         try:
-            with bank.backend.recording():
+            # In this thread, as replays are: what is lent has room for no other thread's workspaces.
+            with bank.backend.recording(), torch.autograd.set_multithreading_enabled(False):
                 for _slot in range(bank.num_slots):  # which take turns
                     self._run_slot()
         finally:

@@ -481,7 +481,8 @@ def test_a_verification_in_a_thread_of_its_own_leaves_no_workspace_in_what_is_le
     layers = [
         nn.Sequential(nn.Linear(COLUMNS, COLUMNS), nn.Tanh(), nn.Linear(COLUMNS, COLUMNS)) for _ in range(3)
     ]
-    bank = captured_wide(layers)
+    with torch.autograd.set_multithreading_enabled(False):  # the thread of backward passes gets none either
+        bank = captured_wide(layers)
     x = torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     given = Example(hidden=x.detach(), grad=torch.ones_like(x))
 

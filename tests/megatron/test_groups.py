@@ -26,8 +26,10 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.megatron.graphs.dispatcher import Dispatcher
+from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.groups import ranks_of_pack
 from megagraph.megatron.parallel.peers import Peers, patience_of_job
+from megagraph.reasons import EagerReason
 
 LAYERS, MICROS, STEPS = 2, parallel_jobs.PACKS, 4
 STEP_CALLS = MICROS * LAYERS
@@ -194,6 +196,27 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> Non
     prepare = partial(holds, how="attribute", group=first)
     report = compared(partial(rig.ModelTrainer, prepare=prepare, config=TENSOR_PARALLEL), replace, COMES_AT)
     assert report["failures"] == [] and report["replays"] >= 2 * STEP_CALLS
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@on_ranks(2, tensor_parallel=2)
+def test_ranks_capture_the_same_layers_whatever_one_of_them_has_forgotten(granularity: str) -> None:
+    """Bug: a rank that got other layers forgot which graphs had been wrong, captured more than the others,
+    and waited for them in a collective for ever."""
+    failing, wrong = Verifier.failing, [{0: (EagerReason.VERIFY_FAILED, "wrong once")}]
+    pair = rig.Pair(config=TENSOR_PARALLEL, plugin={"cuda_graph_granularity": granularity})
+    with mock.patch.object(Verifier, "failing", lambda *args: wrong.pop() if wrong else failing(*args)):
+        pair.step(rig.ONE, rig.TWO, times=3)
+        if distributed.get_rank() == 0:
+            for trainer in pair.both:
+                trainer.chunk.decoder.layers = nn.ModuleList(reversed(trainer.chunk.decoder.layers))
+        pair.step(rig.ONE, rig.TWO, times=3)
+    report = pair.report()
+    of_graphs = {name: report[name] for name in ("sites", "graphs", "replays")}
+    said: list[Any] = [None, None]
+    distributed.all_gather_object(said, of_graphs)
+    assert said[0] == said[1] and of_graphs["sites"] == LAYERS
+    assert of_graphs["graphs"] == 2 * (LAYERS if granularity == "chunk" else 1)
 
 
 # -- ranks that count other packs ----------------------------------------------------------------------

@@ -426,7 +426,7 @@ AT_EACH_CALL = [
 )
 def changes_within_a_step(twins: "Twins", packs: list[Given], model: int, name: str, ranks: Ranks) -> None:
     """Before its last micro-batch, and back behind the step. One rank alone may find it, and say so."""
-    ranks = twins.ranks_of(name, ranks)
+    ranks = twins.ranks_of(name, ranks, inside=True)
 
     def work(trainer: Any) -> Any:
         micros = twins.micros(packs)

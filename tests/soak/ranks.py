@@ -49,7 +49,7 @@ def of_each_rank(*, scenario: str) -> Outcome:
     asks, groups = HostGroup.max_over_ranks, peers._gloo_group
 
     def ask(*args: Any) -> list[int]:
-        time.sleep(rng.choice((0, 0, 0, 0.02)))
+        time.sleep(rng.choice((0, 0, 0, 0.005)))
         return asks(*args)
 
     def group(ranks: Any, when: str = "between steps") -> Any:

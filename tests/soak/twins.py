@@ -205,14 +205,17 @@ class Twins:
         """Whether an event of some ranks is one of this rank."""
         return not self.is_shared or self.rank in ranks
 
-    def ranks_of(self, name: str, ranks: Sequence[int]) -> Sequence[int]:
-        """The ranks that a change may be of, where these were drawn.
+    def ranks_of(self, name: str, ranks: Sequence[int], *, inside: bool = False) -> Sequence[int]:
+        """The ranks that a change may be of, where these were drawn; `inside` of a step or between two.
 
         Without gradients of its input a layer has fewer collectives. With sequence parallelism which rows a
-        rank has goes by the padding, and what one rank alone computes otherwise does so of other rows.
+        rank has goes by the padding, and what one rank alone computes otherwise does so of other rows. So it
+        does inside of a step where the others have no graphs left and run packs as given: it asks them then,
+        and here nobody answers.
         """
         of_rows = ("frozen layer", "hook on a gradient", *OF_FORWARDS)
         is_of_all = name == "frozen embedding" or (self.layout == "sp" and name in of_rows)
+        is_of_all |= inside and bool(self.expected & {"CAPTURE_FAILED", "VERIFY_FAILED"})
         return [0, 1] if is_of_all else ranks
 
     def first_of(self, ranks: Sequence[int]) -> Sequence[Trainer]:

@@ -382,12 +382,12 @@ class Captures:
         }
 
     def _ineligible_in_group(self) -> Mapping[int, Why]:
-        """Those that some rank of the group cannot graph, or that were found to be at fault before."""
+        """Those that some rank of the group cannot graph, or has found to be at fault before."""
         self._ineligible, self._kept_out = self._find_ineligible(), self._kept_out_now()
-        elsewhere = "another rank of the group cannot graph it"
-        ineligible = found_anywhere(self._peers, self._ineligible, len(self.specs), elsewhere)
         named = enumerate(spec.name for spec in self.specs)
-        return {**ineligible, **{index: self._wrong[name] for index, name in named if name in self._wrong}}
+        wrong = {index: self._wrong[name] for index, name in named if name in self._wrong}
+        elsewhere = "another rank of the group cannot graph it"
+        return found_anywhere(self._peers, {**self._ineligible, **wrong}, len(self.specs), elsewhere)
 
     def are_kept_out_otherwise(self) -> bool:
         """Whether other layers than before the first capture must be in no graph, here or on another rank."""
@@ -402,6 +402,9 @@ class Captures:
             return
         self.plan = self._each
         left = self._ineligible_in_group()
+        # A rank that has got another layer has forgotten what it found about the one before.
+        anywhere = self._peers.max_over_ranks([int(place in self._apart) for place in range(self.num_sites)])
+        self._apart = {place for place, is_apart in enumerate(anywhere) if is_apart}
         if self._entries.are_megatrons:
             borders = borders_of(self.ddp(), self.specs)
             joined = self._each.joined(borders, {*left, *self._apart})
