@@ -15,7 +15,6 @@ import torch
 from offsets import offsets
 from same_bits import assert_same_bits
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
@@ -109,20 +108,6 @@ class Applies(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.function(hidden, *self.parameters())
-
-
-class CountsOps(TorchDispatchMode):
-    """Counts ops, as flop counters do, and may refuse those in place."""
-
-    def __init__(self, *, is_strict: bool = False) -> None:
-        super().__init__()
-        self.ops, self.is_strict = 0, is_strict
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += 1
-        if self.is_strict and "fill_" in str(func):
-            raise RuntimeError("no op in place here")
-        return func(*args, **(kwargs or {}))
 
 
 def blocks(num_blocks: int = 3) -> list[nn.Module]:

@@ -147,8 +147,11 @@ def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str, m
         pair.zero_grads()
 
 
-def test_a_second_backward_is_an_error(pair: Pair) -> None:
+def test_a_second_backward_and_a_gradient_of_a_gradient_are_errors(pair: Pair) -> None:
+    """Bug: the latter came back without a history, and a penalty on it silently trained nothing."""
     micro_batch = pair.forward()
+    with pytest.raises(RuntimeError, match=r"create_graph=True"):
+        torch.autograd.grad(micro_batch.output.sum(), micro_batch.input, create_graph=True)
     micro_batch.output.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"site 2 was asked for a second backward"):
         micro_batch.output.sum().backward()

@@ -343,41 +343,31 @@ class Attention(nn.Module):
         return hidden + ops.varlen_attention(q, k, v, cu_seqlens, ATTENDED, causal=True).flatten(1)
 
 
-def attention(device: str = "cuda", num_slots: int = 1) -> PackPair:
+def attention(num_slots: int) -> PackPair:
     sizes = {"tokens": ATTENDED, "num_seqs": MOST_SEQS, "width": FEATURES, "dtype": torch.bfloat16}
-    return PackPair(device, [Attention() for _ in range(LAYERS)], **sizes, num_slots=num_slots)
+    return PackPair("cuda", [Attention() for _ in range(LAYERS)], **sizes, num_slots=num_slots)
 
 
-def test_slots_in_flight_keep_their_own_grids_and_offsets(device: str) -> None:
-    """The next forwards stage other offsets before the first backward has read its own."""
-    pair = attention(device, num_slots=3).capture()
+@pytest.mark.gpu
+def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot() -> None:
+    """With gradients and without: each variant and slot has its own grids, one for each attention kernel.
+
+    The next forwards stage other offsets before the first backward has read its own.
+    """
+    pair = attention(num_slots=3)
+    bank = pair.capture(pair.variant(), pair.variant("eval", training=False)).bank
+    for slot in range(3):
+        assert bank.num_document_grids(bank.variants["train"], slot) == LAYERS * KERNELS
+        assert bank.num_document_grids(bank.variants["eval"], slot) == LAYERS
     for packs in zip(DOCUMENTS, DOCUMENTS[3:], DOCUMENTS[6:], strict=False):
+        for lengths in packs:
+            with torch.no_grad():
+                assert pair.pack(lengths, key="eval", requires_grad=False).reason is None
         running = [pair.pack(lengths) for lengths in packs]
         for index in (1, 0, 2):
             running[index].backward()
         pair.check_state()
         del running
-
-
-@pytest.mark.gpu
-def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot() -> None:
-    """With gradients and without: each variant has its own grids."""
-    pair = attention()
-    pair.capture(pair.variant(), pair.variant("eval", training=False))
-    for lengths in DOCUMENTS:
-        with torch.no_grad():
-            assert pair.pack(lengths, key="eval", requires_grad=False).reason is None
-        pair.pack(lengths).backward()
-        pair.check_state()
-
-
-@pytest.mark.gpu
-def test_every_attention_kernel_is_launched_for_the_documents_that_are_there() -> None:
-    pair = attention(num_slots=2)
-    bank = pair.capture(pair.variant(), pair.variant("eval", training=False)).bank
-    for slot in range(2):
-        assert bank.num_document_grids(bank.variants["train"], slot) == LAYERS * KERNELS
-        assert bank.num_document_grids(bank.variants["eval"], slot) == LAYERS
 
 
 @pytest.mark.gpu

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Applies, Block, CountsOps, Pair, blocks, run_eager, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, run_eager, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.bank.bank import Bank
@@ -26,6 +27,15 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 
 class Named(torch.Tensor):
     """A subclass without a dispatch of its own."""
+
+
+class Strict(TorchDispatchMode):
+    """Refuses ops that fill a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "fill_" in str(func):
+            raise RuntimeError("no op in place here")
+        return func(*args, **(kwargs or {}))
 
 
 # After the first site a negative view is a tensor like any other, and a subclass is still one.
@@ -64,18 +74,11 @@ def test_derivatives_of_other_modes_are_those_of_eager(pair: Pair, derivative: D
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
 
 
-def test_a_dispatch_mode_sees_every_op(pair: Pair) -> None:
-    with CountsOps() as ours:
-        assert pair.forward().reason is EagerReason.SIGNATURE_CHANGED
-    assert ours.ops > 3 * len(pair.layers)
-    assert pair.step() is None
-
-
 def test_a_slot_may_become_free_inside_a_mode_that_refuses_to_fill_it(device: str) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     with torch.no_grad():
         out = pair.forward(requires_grad=False).output
-    with CountsOps(is_strict=True):
+    with Strict():
         del out
     with torch.no_grad():
         assert pair.forward(requires_grad=False).reason is None
@@ -84,9 +87,7 @@ def test_a_slot_may_become_free_inside_a_mode_that_refuses_to_fill_it(device: st
 # -- recompute by saved-tensor hooks -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(device: str, num_slots: int) -> None:
-    pair = Pair(device, blocks(), num_slots=num_slots).capture()
+def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(pair: Pair) -> None:
     reasons = []
 
     def under_the_bank(hidden: Tensor) -> Tensor:
@@ -316,7 +317,7 @@ def stray_gradient(param: Any) -> AbstractContextManager[None]:
 @pytest.mark.parametrize(
     ("around", "why"),
     [
-        (lambda _param: CountsOps(), "SIGNATURE_CHANGED: a dispatch mode"),
+        (lambda _param: Strict(), "SIGNATURE_CHANGED: a dispatch mode"),
         (lambda _param: hooks(), "RECOMPUTING: saved-tensor hooks"),
         (
             lambda _param: SETTINGS["float32 matmul precision"]("cpu"),
@@ -374,7 +375,7 @@ def test_before_a_step_a_rank_says_what_would_keep_it_eager() -> None:
         return [ask(training=it, look_at_grads=look_at_grads) for it in (False, True)]
 
     assert reasons() == [None, None]
-    with CountsOps():
+    with Strict():
         assert reasons() == [EagerReason.SIGNATURE_CHANGED] * 2
     with hooks():
         assert reasons() == [None, EagerReason.RECOMPUTING]
