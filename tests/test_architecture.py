@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SPDX = {"#": "# SPDX-License-Identifier: Apache-2.0", "//": "// SPDX-License-Identifier: Apache-2.0"}
 COMMENTS = {".py": "#", ".pyi": "#", ".h": "//", ".cpp": "//", ".cu": "//", ".cuh": "//"}
 MAX_LINES = 600
-MAX_PARAMETERS = 7
 
 # csrc/torch/version.h, Note [The seam to torch]: headers that torch changes as it likes. Of torch/csrc/
 # only these are for extensions.
@@ -86,18 +85,6 @@ def test_nothing_reaches_further_than_one_dot_past_a_collaborator() -> None:
             if re.match(r"self(\.\w+){3}", ast.unparse(node)):
                 far.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert far == []
-
-
-def test_no_function_has_more_than_a_handful_of_parameters() -> None:
-    long = []
-    for path, module in parsed("megagraph"):
-        for node in ast.walk(module):
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            if len([name for name in given if name.arg not in ("self", "cls")]) > MAX_PARAMETERS:
-                long.append(f"{path}:{node.lineno}: {node.name}")
-    assert long == []
 
 
 def includes(path: Path) -> list[str]:

@@ -294,12 +294,12 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
     return reads, refused
 
 
-@pytest.mark.parametrize("has_gaps", [False, True])
-def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_intact(has_gaps: bool) -> None:
+def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_intact() -> None:
+    """In every other pool there are gaps."""
     rng = random.Random(0)
     sequences = reads = refused = 0
     for seed in range(NUM_POOLS):
-        graphs = captured(2 + seed % 5, seed, has_gaps=has_gaps)
+        graphs = captured(2 + seed % 5, seed, has_gaps=seed % 2 == 1)
         slot = _C.Slot(0, len(graphs.of))
         for _ in range(SEQUENCES_PER_POOL):
             more_reads, more_refused = run_what_the_slot_allows(graphs, slot, rng)

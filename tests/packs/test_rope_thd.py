@@ -171,30 +171,29 @@ def test_views_of_fewer_rows_need_no_tables_of_their_own() -> None:
     assert [cos.size(0) for cos, _sin in pairs] == [8, 20, 32]
 
 
-@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]])
-def test_tables_die_with_the_frequencies(dtypes: list[torch.dtype]) -> None:
+def test_tables_die_with_the_frequencies_and_keep_nothing_alive() -> None:
+    """Neither the frequencies nor the object, whichever of both dies first."""
     tables, freqs, others = RotaryTables(), frequencies(), frequencies()
-    kept = weakref.ref(tables.tables(others, torch.float32, 1.0)[0])
-    dying = [weakref.ref(table) for dtype in dtypes for table in tables.tables(freqs, dtype, 1.0)]
+    kept = tables.tables(others, torch.float32, 1.0)[0]
+    dying = [
+        weakref.ref(table)
+        for dtype in (torch.float32, torch.bfloat16)
+        for table in tables.tables(freqs, dtype, 1.0)
+    ]
     gc.disable()
     try:
         del freqs
         assert all(table() is None for table in dying)
     finally:
         gc.enable()
-    assert kept() is not None
-
-
-def test_tables_keep_neither_the_frequencies_nor_the_object_alive() -> None:
-    """Whichever of both dies first."""
-    tables, freqs = RotaryTables(), frequencies()
-    cos, _ = tables.tables(freqs, torch.float32, 1.0)
-    dying = weakref.ref(tables), weakref.ref(freqs)
+    left = weakref.ref(kept), weakref.ref(others), weakref.ref(tables)
+    del kept
+    assert left[0]() is not None
     del tables
     gc.collect()
-    assert dying[0]() is None and dying[1]() is not None
-    del freqs
-    assert dying[1]() is None and cos.shape == (32, 8)
+    assert left[2]() is None and left[1]() is not None
+    del others
+    assert left[1]() is None
 
 
 # -- Megatron's bits -----------------------------------------------------------------------------
