@@ -254,14 +254,12 @@ def test_opcheck(device: str, op: str, change: Given) -> None:
 
 
 STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "pad_cu_seqlens": lambda cu, x: CORE.pad_cu_seqlens(cu, 6, 9),
     "thd_partition_indices": lambda cu, x: ops.thd_partition_indices(cu, x.size(0), 2, 1),
     "rope_thd": lambda cu, x: torch.cat(
         ops.rope_thd([x * 2, x[:, :1]], *(table.contiguous() for table in x.detach()[..., :8].unbind(1)), cu),
         1,
     ),
     "varlen_attention": lambda cu, x: ops.varlen_attention(x * 2, x, x, cu, 16).square(),
-    "zero_tail": lambda cu, x: CORE.zero_tail(x * 2, cu, 14).square(),
 }
 
 

@@ -192,12 +192,10 @@ def test_runs_repeat_bit_for_bit_in_deterministic_mode() -> None:
         assert_same_bits(attend(to_keys, queries, keys), first_to_keys)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_gradcheck_of_the_cpu_reference(causal: bool, groups: int) -> None:
-    q, k, v = (torch.randn(7, n, 3, dtype=torch.float64, requires_grad=True) for n in (2, groups, groups))
+def test_gradcheck_of_the_cpu_reference() -> None:
+    q, k, v = (torch.randn(7, n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return varlen_attention(q, k, v, offsets([1, 0, 4], "cpu"), 4, causal=causal)
+        return varlen_attention(q, k, v, offsets([1, 0, 4], "cpu"), 4, causal=True)
 
     assert torch.autograd.gradcheck(run, (q, k, v))
