@@ -79,24 +79,19 @@ def test_the_table_names_graphs_that_are_used_unverified() -> None:
     assert "not verified" not in cells([MODEL])
 
 
-def test_the_table_shows_counts_with_their_shares() -> None:
-    rows = cells([MODEL])
-    assert rows["layer calls"] == ["12,000"]
-    assert rows["replayed"] == ["9,000 (75.0%)"]
-    assert rows["eager: WARMING_UP"] == ["2,400 (20.0%)"]
-    assert rows["eager: TOO_MANY_SEQUENCES"] == ["600 (5.0%)"]
-    assert rows["padding share of replays"] == ["12.5%"]
-    assert rows["capture"] == ["1.26 s"]
-    assert [*rows["capacities"], *rows[""]] == ["512 tokens, 8 documents", "512 tokens, 32 documents"]
-
-
-def test_the_table_has_a_column_for_each_model_and_a_row_for_each_reason_of_any() -> None:
+def test_the_table_has_a_column_for_each_model_with_counts_and_shares_and_a_row_for_each_reason() -> None:
     other = MODEL | {"model": "Critic", "eager": {"WARMING_UP": 1_200, "SUSPENDED": 1_800}}
     assert re.search(r"GPTModel\W+Critic", shown([MODEL, other]))
     rows = cells([MODEL, other])
+    assert rows["layer calls"] == ["12,000"] * 2
+    assert rows["replayed"] == ["9,000 (75.0%)"] * 2
     assert rows["eager: WARMING_UP"] == ["2,400 (20.0%)", "1,200 (10.0%)"]
     assert rows["eager: TOO_MANY_SEQUENCES"] == ["600 (5.0%)", "0 (0.0%)"]
     assert rows["eager: SUSPENDED"] == ["0 (0.0%)", "1,800 (15.0%)"]
+    assert rows["padding share of replays"] == ["12.5%"] * 2
+    assert rows["capture"] == ["1.26 s"] * 2
+    assert rows["capacities"] == ["512 tokens, 8 documents"] * 2
+    assert rows[""] == ["512 tokens, 32 documents"] * 2
     joined = cells([MODEL | {"layers": 24, "sites": 3}, MODEL])
     assert (joined["layers"], joined["sites of them"]) == (["24", "2"], ["3", "-"])
     assert "sites of them" not in cells([MODEL | {"sites": 2}])
@@ -254,19 +249,22 @@ def test_links_that_name_one_another_are_refused(tmp_path: Path) -> None:
     assert one.is_symlink() and other.is_symlink()
 
 
-def test_a_hyphen_is_standard_output_and_a_file_that_takes_it_is_not_replaced(tmp_path: Path) -> None:
+def test_a_hyphen_is_standard_output_and_a_file_that_takes_it_is_not_replaced(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     """Also if the file is named: the lines before the report went with the file that was replaced."""
-    out = tmp_path / "out"
-    script = (
-        "from pathlib import Path\n"
-        "from megagraph.report import check_target, write_report\n"
-        "print('a line')\n"
-        f"for path in (Path('-'), Path({str(out)!r})):\n"
-        "    check_target('report', path)\n"
-        "    write_report([], path)\n"
-    )
+    out, before = tmp_path / "out", os.dup(1)
     with out.open("w") as file:
-        subprocess.run([sys.executable, "-c", script], stdout=file, cwd=tmp_path, check=True)
+        monkeypatch.setattr(sys, "stdout", file)
+        os.dup2(file.fileno(), 1)
+        try:
+            print("a line")
+            for path in (Path("-"), out):
+                check_target("report", path)
+                write_report([], path)
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
     assert out.read_text() == "a line\n" + 2 * report_text([])
     assert [*tmp_path.iterdir()] == [out] and path_of_stage(Path("-"), 1) == Path("-")
 
