@@ -57,18 +57,6 @@ def test_a_backward_after_the_end_of_its_bank_raises(pair: Pair, is_held: bool) 
         pending.backward()
 
 
-def test_with_one_slot_a_second_micro_batch_runs_eager(pair: Pair) -> None:
-    first = pair.forward()
-    second = pair.forward()
-    assert (first.reason, second.reason) == (None, EagerReason.NO_FREE_SLOT)
-    second.backward()
-    first.backward()
-    pair.check_state()
-    del first, second
-    assert pair.step() is None
-    assert pair.eager_calls() == {"NO_FREE_SLOT": 3}
-
-
 def test_graphs_with_collectives_wait_a_moment_for_a_tensor_and_name_who_keeps_it(device: str) -> None:
     """Bug: threads of gloo let go of what they have sent a little after everybody has been told."""
     pair = Pair(device, blocks(), run_eager_alike=lambda *_where: None).capture()
@@ -167,24 +155,6 @@ def test_the_grad_mode_belongs_to_the_signature(device: str) -> None:
         assert pair.forward(key="eval", requires_grad=False).reason is None
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 6}
     assert pair.step() is None
-
-
-def test_the_dtype_of_autocast_belongs_to_the_numeric_settings(device: str) -> None:
-    """Graphs that were captured under bfloat16 would replay its roundings under float16."""
-    pair = Pair(device, blocks())
-
-    def autocast(dtype: torch.dtype) -> torch.autocast:
-        return torch.autocast(device, dtype, cache_enabled=False)
-
-    with autocast(torch.bfloat16):
-        pair.capture()
-    with autocast(torch.float16):
-        assert pair.bank.changed_setting(pair.bank.variants["train"]) == "autocast dtype"
-        assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
-    assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
-    with autocast(torch.bfloat16):
-        assert pair.forward().reason is None
-    assert pair.eager_calls() == {"NUMERICS_CHANGED": 2 * 3}
 
 
 # -- variants that go, between steps; the others go on --------------------------------------------

@@ -190,6 +190,7 @@ PREFER_BLAS = torch.backends.cuda.preferred_blas_library
 SETTINGS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "deterministic algorithms": lambda _: _told(torch.use_deterministic_algorithms, False, True),
     "autocast": lambda device: torch.autocast(device, torch.bfloat16),
+    "autocast dtype": lambda device: torch.autocast(device, torch.float16, cache_enabled=False),
     "float32 matmul precision": lambda _: _told(torch.set_float32_matmul_precision, "high", "highest"),
     "cuDNN enabled": lambda _: _set(torch.backends.cudnn, "enabled", False),
     "preferred BLAS library": lambda _: _told(PREFER_BLAS, "cublaslt", PREFER_BLAS()),
@@ -208,15 +209,17 @@ SETTINGS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
 def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, name: str) -> None:
     if name == "preferred BLAS library" and not torch.backends.cuda.is_built():
         pytest.skip("torch without CUDA has one")
-    pair = Pair(device, blocks()).capture()
-    index, hidden = pair.bank.variants["train"], pair.input()
-    assert pair.bank.changed_setting(index) == ""
-    with SETTINGS[name](device):
-        changed = pair.bank.changed_setting(index)
-        assert changed == name or (name == "plain attention" and "attention" in changed)
-        assert pair.forward(hidden).reason is EagerReason.NUMERICS_CHANGED
-    assert pair.step() is None
-    assert pair.eager_calls() == {"NUMERICS_CHANGED": 3}
+    pair = Pair(device, blocks())
+    with torch.autocast(device, torch.bfloat16, enabled=name == "autocast dtype", cache_enabled=False):
+        pair.capture()
+        index, hidden = pair.bank.variants["train"], pair.input()
+        assert pair.bank.changed_setting(index) == ""
+        with SETTINGS[name](device):
+            changed = pair.bank.changed_setting(index)
+            assert changed == name or (name == "plain attention" and "attention" in changed)
+            assert pair.forward(hidden).reason is EagerReason.NUMERICS_CHANGED
+        assert pair.step() is None
+        assert pair.eager_calls() == {"NUMERICS_CHANGED": 3}
 
 
 @pytest.mark.parametrize("name", ["cuDNN deterministic", "autocast"])
@@ -354,10 +357,13 @@ def test_what_all_ranks_know_is_asked_of_nobody() -> None:
     """A second micro-batch in flight, and a site without graphs, whatever that is given."""
     ranks = Ranks(are_alike=False)
     pair = pair_of(ranks)
-    first = pair.forward()
-    assert pair.forward().reason is EagerReason.NO_FREE_SLOT
+    first, second = pair.forward(), pair.forward()
+    assert (first.reason, second.reason) == (None, EagerReason.NO_FREE_SLOT)
+    second.backward()
     first.backward()
-    del first
+    pair.check_state()
+    del first, second
+    assert pair.step() is None and pair.eager_calls() == {"NO_FREE_SLOT": 3}
     pair = pair_of(ranks, steps=lambda layers: layers[1:])
     pair.bank.keep_eager(0, EagerReason.FOREIGN_HOOK)
     pair.capture(variant("again"))
