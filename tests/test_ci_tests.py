@@ -151,8 +151,7 @@ test_models_are_gone = gone
 
 
 def test_a_lane_that_runs_nothing_is_a_failure(run: Suite, capfd: pytest.CaptureFixture[str]) -> None:
-    """The others run all the same."""
-    assert run(one="", two="import nothing_of_this_name", other="def test_passes(): pass") == 1
+    assert run(one="", two="import nothing_of_this_name") == 1
     said = capfd.readouterr().out
-    assert "lane one: pytest ended with 5" in said and "1 passed" in said
+    assert "lane one: pytest ended with 5" in said
     assert "No module named 'nothing_of" in said
