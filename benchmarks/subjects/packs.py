@@ -2,6 +2,7 @@
 """The models and packs that benchmarks measure."""
 
 import itertools
+import math
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from megagraph.bank.sites import VariantSpec
 from megagraph.demo.documents import Document, load_documents
-from megagraph.demo.lengths import lognormal_lengths
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions
 
@@ -22,6 +22,15 @@ LAYER_KINDS = {"our attention": False, "Transformer Engine": True}  # whether th
 def model_options(hidden: int, *, layers: int, tokens: int, head_dim: int = 64) -> ModelOptions:
     """A model in bfloat16 on packs of `tokens`."""
     return ModelOptions(layers=layers, hidden=hidden, heads=hidden // head_dim, max_tokens=tokens, bf16=True)
+
+
+def lognormal_lengths(
+    num: int, *, mean: float, sigma: float, minimum: int, maximum: int, seed: int
+) -> Tensor:
+    """Of documents, int64 [num]. `mean` is the lognormal's own, before it is clipped to what is between."""
+    normal = torch.randn(num, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    lengths = (math.log(mean) - sigma**2 / 2 + sigma * normal).exp()
+    return lengths.clamp(minimum, maximum).round().to(torch.int64)
 
 
 def random_documents(lengths: Iterable[int], *, seed: int) -> Iterator[Document]:

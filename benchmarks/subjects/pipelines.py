@@ -25,11 +25,10 @@ import megagraph
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
-from benchmarks.subjects.packs import a_pack, filled, random_documents
+from benchmarks.subjects.packs import a_pack, filled, lognormal_lengths, random_documents
 from benchmarks.subjects.steps import Batch, arguments_of, batch_of
 from megagraph._C import StageSchedule
 from megagraph.cli.demo import quiet_megatron
-from megagraph.demo.lengths import lognormal_lengths
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, gpt_model, in_half_precision, mean_loss, transformer_config
 from megagraph.megatron.parallel.model_parallel import schedule_of
