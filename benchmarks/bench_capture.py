@@ -12,8 +12,8 @@ from functools import partial
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
 from benchmarks.measuring.results import Figure, beside_each
-from benchmarks.subjects.hosts import install_for
-from benchmarks.subjects.layers import LAYERS, capture, made_quickly, megatrons_graphs, torchs_graphs
+from benchmarks.subjects.hosts import install_for, made_quickly
+from benchmarks.subjects.layers import LAYERS, capture, megatrons_graphs, torchs_graphs
 from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions, Trainer
 

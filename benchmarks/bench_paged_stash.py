@@ -9,7 +9,7 @@ capacity of half a pack; then what upstream's stash asks for and finds.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,16 +20,17 @@ from torch import Tensor, distributed
 from torch.autograd.graph import saved_tensors_hooks
 
 import megagraph
-from benchmarks.measuring.children import Answer, Parts, caught, measure_part
+from benchmarks.measuring.children import Answer, caught, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB, Call, copy_of, in_turns
 from benchmarks.measuring.results import Figure, against, in_mib, timed
-from benchmarks.subjects.hosts import check_replays, install_for, recorded
+from benchmarks.subjects.hosts import check_replays, install_for, made_quickly, recorded
 from benchmarks.subjects.packs import MICRO_BATCHES, a_pack, model_options
 from benchmarks.subjects.steps import StepTrainer, batch_of, without_collection
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
 FULL, HALF = 8192, 4096  # tokens of packs; routed rows of both fill pages
-EXPERTS, TOPK, LAYERS, SLOTS = 64, 8, 4, (1, 4)
+EXPERTS, TOPK, LAYERS = 64, 8, 4
+SLOTS = {f"slots: {count}": count for count in (1, 4)}
 MODEL = model_options(1024, layers=LAYERS, tokens=FULL)
 CONFIG: dict[str, Any] = {
     **{"num_moe_experts": EXPERTS, "moe_router_topk": TOPK, "moe_ffn_hidden_size": 512},
@@ -44,6 +45,19 @@ FILLS = {"half-full packs": HALF, "full packs": FULL}
 KEPT, AGAIN, SMALL = "all kept", "inputs of products made again", f"a capacity of {HALF}"
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {KEPT: (FULL, {}), AGAIN: (FULL, RECOMPUTE), SMALL: (HALF, {})}
 ALONE, BESIDE = "alone", "beside"
+
+
+class _CopyingTrainer(StepTrainer):
+    """Copies beside each step, on a stream of its own."""
+
+    copies: Sequence[Call] = ()
+    stream: torch.cuda.Stream
+
+    def forward_backward(self, packs: Sequence[Any], *, forward_only: bool = False) -> list[Tensor]:
+        with torch.cuda.stream(self.stream):
+            for call in self.copies:
+                call()
+        return super().forward_backward(packs, forward_only=forward_only)
 
 
 def _routed_bytes(trainer: StepTrainer, batch: dict[str, Any]) -> int:
@@ -61,24 +75,13 @@ def _routed_bytes(trainer: StepTrainer, batch: dict[str, Any]) -> int:
     return sum(found.values())
 
 
-def _measure_way(way: str, slots: int) -> Answer:
+def measure_way(slots: int, way: str) -> Answer:
     """Bytes of the `pool`, and a slot's of `routed` rows; by fill walls in ms, `ALONE` or `BESIDE` copies."""
-    (tokens, further), before = WAYS[way], list[Call]()
-
-    def wrap(schedule: Callable[..., Any]) -> Callable[..., Any]:
-        def step(**arguments: Any) -> Any:
-            with torch.cuda.stream(stream):
-                for call in before * MICRO_BATCHES:
-                    call()
-            return schedule(**arguments)
-
-        return step
-
-    torch.compiler.reset()  # which else would make kernels for any number of rows
-    stream = torch.cuda.Stream()
+    tokens, further = WAYS[way]
     install_for(tokens, 8, cuda_graph_slots=slots, cuda_graph_warmup_steps=2)
     spec = with_grouped_experts(get_gpt_layer_varlen_spec(num_experts=EXPERTS, moe_grouped_gemm=False))
-    trainer = StepTrainer(MODEL, beside=True, wrap=wrap, spec=spec, **CONFIG, **further)
+    trainer = made_quickly(_CopyingTrainer, MODEL, beside=True, spec=spec, config={**CONFIG, **further})
+    trainer.stream = torch.cuda.Stream()
     packs = {fill: a_pack(rows) for fill, rows in FILLS.items() if rows <= tokens}
     steps = {fill: [batch_of(pack, trainer.device)] * MICRO_BATCHES for fill, pack in packs.items()}
     for batches in [*steps.values()] * WARM_UP:
@@ -92,14 +95,9 @@ def _measure_way(way: str, slots: int) -> Answer:
         answer[fill] = {ALONE: [], BESIDE: []}
         with without_collection():
             for _, how in in_turns((ALONE, BESIDE), ROUNDS):
-                before[:] = [copies] if how == BESIDE else []
+                trainer.copies = [copies] * MICRO_BATCHES if how == BESIDE else []
                 answer[fill][how].append(trainer.wall_ms(batches, graphs=True))
-    megagraph.uninstall()
     return answer
-
-
-def measure_ways(slots: int) -> Answer:
-    return {way: _measure_way(way, slots) for way in WAYS}
 
 
 def measure_upstream() -> Answer:
@@ -123,12 +121,12 @@ def measure_upstream() -> Answer:
     return {what: answer.get("error", "") for what, answer in answers.items()}
 
 
-PARTS: Parts = {"upstream": measure_upstream, **{f"slots: {it}": partial(measure_ways, it) for it in SLOTS}}
+PARTS = {"upstream": measure_upstream, **parts_of(measure_way, SLOTS, WAYS)}
 
 
-def _figures_of(slots: int) -> list[Figure]:
-    of = measure_part(__name__, f"slots: {slots}")
-    title, pool, routed = f"slots: {slots}", of[KEPT]["pool"], slots * of[KEPT]["routed"]
+def _figures_of(title: str) -> list[Figure]:
+    of = {way: measure_part(__name__, f"{title}: {way}") for way in WAYS}
+    pool, routed = of[KEPT]["pool"], SLOTS[title] * of[KEPT]["routed"]
     figures = [in_mib(f"{title}: {KEPT}, routed rows in the pools", routed)]
     for fill, tokens in FILLS.items():
         walls, where = of[KEPT][fill], f"{title}, {fill}"
@@ -150,7 +148,4 @@ def _upstream_figures() -> list[Figure]:
     return [of(name=f"upstream: {it}", value=int(not no), rival=no or None) for it, no in said.items()]
 
 
-FIGURES = {
-    **{f"{slots} slots": partial(_figures_of, slots) for slots in SLOTS},
-    "upstream": _upstream_figures,
-}
+FIGURES = {**{title: partial(_figures_of, title) for title in SLOTS}, "upstream": _upstream_figures}

@@ -23,12 +23,11 @@ SCOPES: Mapping[str, tuple[str, ...]] = {
     "attn, moe_router": ("attn", "moe_router"),
     "attn, moe_router, moe_preprocess": ("attn", "moe_router", "moe_preprocess"),
 }
-PEAK_BAR, ROUNDS = 1.05, 9
+PEAK_BAR, ROUNDS, HOST_LIMITED_ROUNDS = 1.05, 3, 10
 CASE = step_case(1024, layers=8, tokens=4096)
 GRANULARITIES = ("layer", "chunk")
 HOST_LIMITED = step_case(512, layers=24, tokens=2048)
 HOST_LIMITED_NAME = "limited by the host, hidden 512, 24 layers, packs of 2048"
-HOST_LIMITED_ROUNDS = 10 * HOST_LIMITED.distinct_steps
 
 
 def _scopes(is_engine: bool, scopes: str) -> Answer:

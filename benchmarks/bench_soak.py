@@ -20,9 +20,8 @@ from torch import Tensor, distributed
 from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import check_replays, install_for
+from benchmarks.subjects.hosts import check_replays, install_for, made_quickly
 from benchmarks.subjects.inside import graphs_of
-from benchmarks.subjects.layers import made_quickly
 from benchmarks.subjects.packs import Case, model_options
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer

@@ -9,6 +9,7 @@ measured twice: with the plugin, graphs disabled, which pads packs to their capa
 as they come, with our attention and RoPE, which Megatron's local layers need.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
@@ -22,32 +23,31 @@ UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
 RIVALS = {"local": "Megatron's local graphs", "full_iteration": "Megatron's full iteration graph"}
 CASES = (
     step_case(512, layers=24, tokens=2048),
-    step_case(1024, layers=24, tokens=4096, rivals=tuple(RIVALS)),
+    step_case(1024, layers=24, tokens=4096),
     step_case(1024, layers=24, tokens=8192),
     step_case(2048, layers=8, tokens=16384),
     step_case(4096, layers=4, tokens=8192),
 )
-PARTS: Parts = {f"{case.name}: ours": partial(measure_ours, case) for case in CASES} | {
-    f"{case.name}: {kind}": partial(measure_rival, case, kind) for case in CASES for kind in case.rivals
+RIVALS_CASE = CASES[1]
+PARTS: Parts = {
+    **{f"{case.name}: ours": partial(measure_ours, case) for case in CASES},
+    **{kind: partial(measure_rival, RIVALS_CASE, kind) for kind in RIVALS},
 }
 
 
-def by_step(walls: Sequence[float], order: Sequence[int]) -> list[float]:
+def by_step(walls: Sequence[float], distinct: int) -> list[float]:
     """The median wall of each distinct step: steps of different packs are not one median."""
-    of_step: dict[int, list[float]] = {step: [] for step in sorted(set(order))}
-    for step, wall in zip(order, walls, strict=True):
-        of_step[step].append(wall)
-    return [median(walls) for walls in of_step.values()]
+    return [median(walls[step::distinct]) for step in range(distinct)]
 
 
 def _figures_of(case: StepCase) -> list[Figure]:
     ours = measure_part(__name__, f"{case.name}: ours")
-    rivals = {kind: try_part(__name__, f"{case.name}: {kind}") for kind in case.rivals}
+    rivals = {kind: try_part(__name__, kind) for kind in RIVALS} if case is RIVALS_CASE else {}
     graphed, unpatched = ours["graphed"], ours["unpatched"]
     floors = list[float]()
     if case.is_small:  # each floor is of its own round and its own packs
-        pairs = zip(ours["bare"], ours["order"], strict=True)
-        floors = [launched + ours["outside_ms"][step] for launched, step in pairs]
+        pairs = zip(ours["bare"], itertools.cycle(ours["outside_ms"]), strict=False)
+        floors = [launched + outside for launched, outside in pairs]
     others = {SAME_PACKS: {"walls": ours["eager"]}, UNPATCHED: unpatched}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
     middle = timed(f"{case.name}: step, median", graphed, "ms", floor=median(floors) if floors else None)
@@ -63,15 +63,15 @@ def _beside_unpatched(case: StepCase, ours: Answer) -> list[Figure]:
 
     The bars stand on models that are not small.
     """
-    walls, order, unpatched = ours["graphed"], ours["order"], ours["unpatched"]
-    mine, theirs = by_step(walls, order), by_step(unpatched["walls"], unpatched["order"])
+    walls, unpatched = ours["graphed"], ours["unpatched"]
+    mine, theirs = (by_step(each, case.distinct_steps) for each in (walls, unpatched["walls"]))
     wall_bar, kernel_bar = (None, None) if case.is_small else (1.0, 1.01)
     kernels, its = ours["kernels_ms"], unpatched["kernels_ms"]
     name = f"{case.name}: kernel time of a step"
     return [
         timed(
             f"{case.name}: wall / that of {UNPATCHED}",
-            [wall / theirs[step] for wall, step in zip(walls, order, strict=True)],
+            [wall / of_step for wall, of_step in zip(walls, itertools.cycle(theirs), strict=False)],
             "ratio",
             value=sum(mine) / sum(theirs),
             bar=wall_bar,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_delayed_weights import TIMELINE
-from benchmarks.bench_gain import GAIN, HIDDEN, TOKENS, name_of
+from benchmarks.bench_gain import CASES, GAIN, HIDDEN, TOKENS
 from benchmarks.measuring.results import FOLDER, Figure, read_result
 
 IMAGES = Path("docs/images")
@@ -44,7 +44,8 @@ def nodes_of(figures: Sequence[Figure]) -> dict[str, dict[str, float]]:
 def gains_of(figures: Sequence[Figure]) -> list[list[float]]:
     """How many times as fast graphed steps are, by hidden size and by tokens of a pack."""
     values = {figure.name: figure.value for figure in figures}
-    return [[values[f"{name_of(hidden, tokens)}: {GAIN}"] for tokens in TOKENS] for hidden in HIDDEN]
+    gains = [values[f"{case.name}: {GAIN}"] for case in CASES]
+    return [gains[start : start + len(TOKENS)] for start in range(0, len(gains), len(TOKENS))]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from benchmarks.measuring.clocks import MIB, PART, STEP, read_timeline  # noqa: 
 from benchmarks.measuring.results import RESULTS, Figure, measure, read_result, write_result  # noqa: E402
 from benchmarks.subjects import costs, layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
-from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
+from benchmarks.subjects.steps import ROUNDS, StepCase, StepTrainer, walls_in_turns  # noqa: E402
 from megagraph.demo.packs import Pack  # noqa: E402
 from megagraph.reasons import EagerReason  # noqa: E402
 
@@ -45,16 +45,16 @@ FIGURE = Figure(name="f", value=2, unit="us", bar=3)
 _COSTS = ("allocations in 4032 replays", "synchronisations in 4032 replays")
 SOAKED = ("packs over the capacity, run eager", *_COSTS)
 
-TIMES = [3.0, 4.0, 5.0]
+TIMES = [3.0, 4.0, 5.0, 6.0]
 PHASES = ("forward", "backward", "backward without engine", "engine", "around", "decided", "in a row")
 LAYER = dict.fromkeys((*PHASES, "bare forward", "bare backward"), TIMES)
 REPORT: dict[str, Any] = {"layers": 24, "calls": 100, "replays": 70, "graphs": 48, "pool_bytes": MIB}
 # Every reason, so that whatever a run has found is a name here too.
 REPORT |= {"eager": {reason.name: 1 for reason in EagerReason}, "capture_seconds": 0.3}
 WAYS = ("graphed", "eager", "walls", "walls_ms", "bare")
-STEPS: dict[str, Any] = dict.fromkeys(WAYS, TIMES) | {"order": [0, 1, 2], "outside_ms": TIMES}
+STEPS: dict[str, Any] = dict.fromkeys(WAYS, TIMES) | {"outside_ms": TIMES}
 STEPS |= {"report": REPORT, "kernels_ms": 6.0, "fitting": MIB, "all": 2 * MIB}
-STEPS |= {"unpatched": {"walls": TIMES, "order": [0, 1, 2], "kernels_ms": 5.0}, "differing": 0}
+STEPS |= {"unpatched": {"walls": TIMES, "kernels_ms": 5.0}, "differing": 0}
 STEPS |= {"reserved": 104 * MIB, "slots": 4}
 SAME = {"losses": 0, "gradients": 0, "report": REPORT}
 LAST = dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES)
@@ -68,8 +68,7 @@ POOLS |= {fill: {"alone": TIMES, "beside": TIMES} for fill in BENCHMARKS["paged_
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
     **dict.fromkeys(("ep_overlap", "delayed_weights"), OVERLAP),
-    "gain": dict.fromkeys(map(str, BENCHMARKS["gain"].TOKENS), STEPS),
-    "paged_stash": dict.fromkeys(BENCHMARKS["paged_stash"].WAYS, POOLS),
+    "paged_stash": POOLS,
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
     "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }
@@ -263,11 +262,14 @@ def test_the_mean_of_lengths_is_that_of_the_lognormal_itself() -> None:
 @pytest.mark.parametrize("case", BENCHMARKS["step"].CASES, ids=lambda case: case.name)
 def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase) -> None:
     """Bug: eager was timed on two of four steps."""
-    distinct, steps = case.distinct_steps, case.packs()
-    for count in (ROUNDS * distinct, RIVAL_ROUNDS):
-        assert set(Counter(case.rounds(count)).values()) == {count // distinct}
-    with pytest.raises(ValueError, match="share evenly"):
-        case.rounds(distinct + 1)
+    steps, ran = case.packs(), Counter[tuple[bool, int]]()
+    distinct: Any = range(len(steps))
+    trainer: Any = SimpleNamespace(wall_ms=lambda step, graphs: ran.update([(graphs, step)]))
+    walls = walls_in_turns(trainer, distinct, ROUNDS, ("graphed", "eager"))
+    assert len(steps) == case.distinct_steps and {*map(len, walls.values())} == {ROUNDS * len(steps)}
+    assert ran == dict.fromkeys(itertools.product((True, False), distinct), ROUNDS)
+    StepTrainer.walls_ms(trainer, distinct, len(steps))
+    assert Counter(step for graphs, step in ran.elements() if graphs) == dict.fromkeys(distinct, ROUNDS + 1)
     assert {len({id(pack) for pack in step}) for step in steps} == ({1} if case.is_small else {4})
     assert {pack.num_tokens for pack in flat(steps)} == {case.tokens}  # full
     batches = flat(case.batches(torch.device("cpu"), canonical=True))
@@ -276,7 +278,7 @@ def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase)
 
 def test_steps_of_different_packs_are_not_one_median() -> None:
     by_step = BENCHMARKS["step"].by_step
-    assert by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], [0, 1, 0, 1, 0, 1]) == [12.0, 32.0]
+    assert by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], 2) == [12.0, 32.0]
 
 
 def test_every_bank_runs_as_many_micro_batches_of_each_variant() -> None:

@@ -19,7 +19,7 @@ import megagraph
 from benchmarks import bench_bits as bits
 from benchmarks import bench_soak as soak
 from benchmarks.subjects import costs, inside, layers
-from benchmarks.subjects.hosts import install_for
+from benchmarks.subjects.hosts import install_for, seed_streams
 from megagraph.demo.cpu import megatron_on_cpu
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 
@@ -35,6 +35,7 @@ STEPS = 5  # of which three warm up
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu() -> Iterator[None]:
     with megatron_on_cpu(), process_groups():
+        seed_streams()
         yield
 
 

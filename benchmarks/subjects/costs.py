@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import megagraph
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds, in_turns, phases_us
-from benchmarks.subjects.hosts import install_for
+from benchmarks.subjects.hosts import install_for, made_quickly
 from benchmarks.subjects.inside import Replays, bare_loops
-from benchmarks.subjects.layers import LAYERS, TOKENS, capture, captured, end_reductions, made_quickly
+from benchmarks.subjects.layers import LAYERS, TOKENS, capture, captured, end_reductions
 from benchmarks.subjects.packs import a_pack, model_options
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params

@@ -3,8 +3,8 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, multiprocessing
@@ -13,6 +13,9 @@ from torch.multiprocessing.spawn import spawn
 import megagraph
 from benchmarks.measuring.children import Answer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import ModelOptions, Trainer
+
+Made = TypeVar("Made", bound=Trainer)
 
 # Read when cuBLAS starts, and when Transformer Engine makes an attention module.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
@@ -64,6 +67,23 @@ def on_side_stream() -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def made_quickly(
+    kind: type[Made],
+    options: ModelOptions,
+    *,
+    beside: bool = False,
+    config: Mapping[str, Any] = {},
+    **further: Any,
+) -> Made:
+    """A trainer whose weights are drawn on the device.
+
+    With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
+    `main_grad` beside the backward pass.
+    """
+    with on_side_stream() if beside else contextlib.nullcontext():
+        return kind(options, config={"use_cpu_initialization": False, **config}, **further)
 
 
 def recorded(call: Callable[[], object]) -> Callable[[], object]:

@@ -6,12 +6,11 @@ packs. Everybody accumulates into Megatron DDP's `main_grad`, but for Transforme
 no DDP.
 """
 
-import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import Phases, host_seconds, in_turns, phases_us, wall_ms
 from benchmarks.measuring.results import differences
-from benchmarks.subjects.hosts import check_replays, install_for, on_side_stream, prepare_rival
+from benchmarks.subjects.hosts import check_replays, install_for, made_quickly, prepare_rival
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack, hidden_states, variant_of
 from megagraph.bank.bank import Bank
@@ -32,18 +31,6 @@ LAYERS, HIDDEN, TOKENS = 24, 1024, 256
 _MICRO_BATCHES = 2
 ROUNDS = 60  # of ours
 MICRO_BATCHES = 20  # in a row
-Made = TypeVar("Made", bound=Trainer)
-
-
-def made_quickly(kind: type[Made], options: ModelOptions, *, beside: bool = False, **further: Any) -> Made:
-    """A trainer whose random weights are drawn on the device; with `beside` it is built on a side stream."""
-    with on_side_stream() if beside else contextlib.nullcontext():
-        config = {"perform_initialization": False, **further.pop("config", {})}
-        trainer = kind(options, config=config, **further)
-        with torch.no_grad():
-            for param in trainer.chunk.parameters():
-                param.normal_(0.0, 0.02)
-    return trainer
 
 
 class DenseTrainer(Trainer):

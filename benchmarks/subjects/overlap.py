@@ -21,9 +21,9 @@ from torch.profiler import record_function
 import megagraph
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import PART, Timeline
-from benchmarks.subjects.hosts import check_replays, install
+from benchmarks.subjects.hosts import check_replays, install, made_quickly
 from benchmarks.subjects.packs import MICRO_BATCHES
-from benchmarks.subjects.steps import Schedule, StepCase, StepTrainer, expert_layers, without_collection
+from benchmarks.subjects.steps import StepCase, StepTrainer, expert_layers, without_collection
 
 _STAND_IN = "spin_kernel"  # as the profiler names what `torch.cuda._sleep` runs
 _CYCLES = 1 << 24  # some ten milliseconds
@@ -90,9 +90,11 @@ PASSES = {"forward": "_forward", "backward": "_backward", "weights": "backward_d
 class _OverlapTrainer(StepTrainer):
     """Times the host beside the wall of a step."""
 
+    host_ms = 0.0
+
     def __init__(self, options: Any, *, overlaps: bool, delays: bool, is_fused: bool, **further: Any) -> None:
-        self._overlaps, self._delays, self._is_fused, self.host_ms = overlaps, delays, is_fused, 0.0
-        super().__init__(options, wrap=self._on_host, ddp={"delay_wgrad_compute": delays}, **further)
+        self._overlaps, self._delays, self._is_fused = overlaps, delays, is_fused
+        super().__init__(options, ddp={"delay_wgrad_compute": delays}, **further)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         config.overlap_moe_expert_parallel_comm = self._overlaps  # which it refuses for one rank
@@ -104,15 +106,12 @@ class _OverlapTrainer(StepTrainer):
                 module.fuse_wgrad_accumulation = self._is_fused
         return chunk
 
-    def _on_host(self, schedule: Schedule) -> Schedule:
-        def on_host(**arguments: Any) -> Any:
-            with _waits() as waited:
-                start = time.perf_counter()
-                results = schedule(**arguments)
-                self.host_ms = (time.perf_counter() - start - sum(waited)) * 1e3
-            return results
-
-        return on_host
+    def forward_backward(self, packs: Sequence[Any], *, forward_only: bool = False) -> list[Tensor]:
+        with _waits() as waited:
+            start = time.perf_counter()
+            losses = super().forward_backward(packs, forward_only=forward_only)
+            self.host_ms = (time.perf_counter() - start - sum(waited)) * 1e3
+        return losses
 
 
 @contextlib.contextmanager
@@ -193,12 +192,12 @@ def measure_overlap(
     """
     mode = "graph" if way == GRAPHED else "eager"
     install(capacities=(case.capacity,), cuda_graph_modules=tuple(scopes), mode=mode)
-    kind = {"overlaps": way != WITHOUT, "delays": delays, "is_fused": is_fused}
-    trainer = _OverlapTrainer(case.model, **kind, **expert_layers(is_engine))
+    kind: dict[str, Any] = {"overlaps": way != WITHOUT, "delays": delays, "is_fused": is_fused}
+    trainer = made_quickly(_OverlapTrainer, case.model, **kind, **expert_layers(is_engine))
     steps = case.batches(trainer.device)
     found: Answer = {"walls": [], "host_us": [], "launches": [], "products": [], "share": []}
     with copies_for_all_to_all():
-        trainer.walls_ms(steps, range(WARM_UP_STEPS))
+        trainer.walls_ms(steps, WARM_UP_STEPS)
     first = torch.cuda.max_memory_reserved()
     if torch.cuda.is_available():  # warm-up, capture and verification hold more than they leave
         torch.cuda.empty_cache()
@@ -206,8 +205,8 @@ def measure_overlap(
     for us in times_us:
         with copies_for_all_to_all(us), without_collection():
             walls, host_us = [], []
-            for index in case.rounds(ROUNDS * len(steps)):
-                walls.append(trainer.wall_ms(steps[index], graphs=True))
+            for batches in steps * ROUNDS:
+                walls.append(trainer.wall_ms(batches, graphs=True))
                 host_us.append(trainer.host_ms * 1e3 / MICRO_BATCHES)
         found["walls"].append(walls)
         found["host_us"].append(host_us)
