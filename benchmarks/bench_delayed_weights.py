@@ -7,11 +7,10 @@ forward beside the other's backward, lie in the middle of that step, each from i
 """
 
 from functools import partial
-from statistics import median
 
-from benchmarks.bench_ep_overlap import CASES, HOST_BAR, HOW, peaks_of
+from benchmarks.bench_ep_overlap import CASES, HOW, peaks_of, times_of
 from benchmarks.measuring.children import Parts, measure_part
-from benchmarks.measuring.results import Figure, against, timed
+from benchmarks.measuring.results import Figure, against
 from benchmarks.subjects.overlap import EAGER, GRAPHED, measure_overlap
 
 *_, (NAME, CASE) = CASES.items()
@@ -32,20 +31,13 @@ PARTS: Parts = {
 def _figures_of(added: str) -> list[Figure]:
     answers = {way: measure_part(__name__, f"{added}: {way}") for way in WAYS}
     title = f"{NAME}, the stand-in takes {TIME_US} us, gradients {added}"
-    eager, most = answers[LATER_EAGER], answers[AT_ONCE]["products"][0]
-    figures: list[Figure] = []
+    figures = times_of(title, answers, 0, ours=LATER, eager=LATER_EAGER, best=LATER_EAGER)
     for way, answer in answers.items():
-        where = f"{title}, {way}"
-        step = timed(f"{where}: a step, median", answer["walls"][0], "ms")
-        on_host = timed(f"{where}: host time of a micro-batch", answer["host_us"][0], "us")
-        name, count = f"{where}: matrix products of a step", answer["products"][0]
+        name, count = f"{title}, {way}: matrix products of a step", answer["products"][0]
         products = Figure(name=name, value=count, unit="products")
-        if way == LATER:
-            step = against(step, LATER_EAGER, median(eager["walls"][0]), share=1)
-            on_host = against(on_host, LATER_EAGER, median(eager["host_us"][0]), share=HOST_BAR)
         if way != AT_ONCE:
-            products = against(products, AT_ONCE, most, share=1)
-        figures += [step, on_host, products]
+            products = against(products, AT_ONCE, answers[AT_ONCE]["products"][0], share=1)
+        figures.append(products)
     figures += peaks_of(title, answers, LATER, LATER_EAGER)
     for node, times in answers[LATER]["nodes"].items() if ACCUMULATIONS[added] else ():
         for what, us in zip(("begins", "ends"), times, strict=True):

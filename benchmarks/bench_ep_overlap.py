@@ -33,23 +33,31 @@ def _figures_of(name: str) -> list[Figure]:
     answers = {way: measure_part(__name__, f"{name}: {way}") for way in WAYS}
     figures: list[Figure] = []
     for place, us in enumerate(TIMES_US):
-        walls = {way: answer["walls"][place] for way, answer in answers.items()}
-        host = {way: answer["host_us"][place] for way, answer in answers.items()}
-        best = min((WITHOUT, EAGER), key=lambda way: median(walls[way]))
+        title = f"{name}, the stand-in takes {us} us"
+        best = min((WITHOUT, EAGER), key=lambda way: median(answers[way]["walls"][place]))
+        figures += times_of(title, answers, place, ours=GRAPHED, eager=EAGER, best=best)
         for way, answer in answers.items():
-            where = f"{name}, the stand-in takes {us} us, {way}"
-            step = timed(f"{where}: a step, median", walls[way], "ms")
-            on_host = timed(f"{where}: host time of a micro-batch", host[way], "us")
-            if way == GRAPHED:
-                step = against(step, best, median(walls[best]), share=1)
-                on_host = against(on_host, EAGER, median(host[EAGER]), share=HOST_BAR)
-            launches = answer["launches"][place]
-            made = Figure(name=f"{where}: launches of a micro-batch", value=launches, unit="launches")
-            figures += [step, on_host, made]
+            made, launches = f"{title}, {way}: launches of a micro-batch", answer["launches"][place]
+            figures.append(Figure(name=made, value=launches, unit="launches"))
             if us:
-                title = f"{where}: what of the stand-in's time lies under compute"
-                figures.append(Figure(name=title, value=answer["share"][place], unit="share"))
+                under = f"{title}, {way}: what of the stand-in's time lies under compute"
+                figures.append(Figure(name=under, value=answer["share"][place], unit="share"))
     return figures + peaks_of(name, answers, GRAPHED, EAGER)
+
+
+def times_of(
+    title: str, answers: dict[str, Answer], place: int, *, ours: str, eager: str, best: str
+) -> list[Figure]:
+    """Steps, and times of the host, of every way to run a model, of which ours has bars."""
+    figures: list[Figure] = []
+    for way, answer in answers.items():
+        step = timed(f"{title}, {way}: a step, median", answer["walls"][place], "ms")
+        on_host = timed(f"{title}, {way}: host time of a micro-batch", answer["host_us"][place], "us")
+        if way == ours:
+            step = against(step, best, median(answers[best]["walls"][place]), share=1)
+            on_host = against(on_host, eager, median(answers[eager]["host_us"][place]), share=HOST_BAR)
+        figures += [step, on_host]
+    return figures
 
 
 def peaks_of(title: str, answers: dict[str, Answer], ours: str, rival: str) -> list[Figure]:

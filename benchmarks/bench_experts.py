@@ -11,14 +11,13 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measuring.children import Answer, measure_part, parts_of, try_part
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.measuring.results import Figure, beside_each, timed
 from benchmarks.subjects.hosts import on_side_stream, recorded
-from benchmarks.subjects.packs import hidden_states, model_options
+from benchmarks.subjects.packs import hidden_states, model_options, swiglu_experts
 from megagraph.demo.trainer import transformer_config
 from megagraph.megatron.specs import with_grouped_experts
 
@@ -40,17 +39,9 @@ def _layer(tokens: int, kind: str) -> Any:
     is_engine = kind == ENGINES
     config = transformer_config(
         model_options(HIDDEN, layers=1, tokens=tokens),
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_ffn_hidden_size=INNER,
+        **swiglu_experts(EXPERTS, topk=TOPK, inner=INNER),
         moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
         moe_grouped_gemm=is_engine,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=True,
         use_cpu_initialization=False,
         perform_initialization=False,
     )

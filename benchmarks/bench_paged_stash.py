@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, distributed
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -24,7 +23,7 @@ from benchmarks.measuring.children import Answer, caught, measure_part, parts_of
 from benchmarks.measuring.clocks import MIB, Call, copy_of, in_turns
 from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.hosts import check_replays, install_for, made_quickly, recorded
-from benchmarks.subjects.packs import MICRO_BATCHES, a_pack, model_options
+from benchmarks.subjects.packs import MICRO_BATCHES, a_pack, model_options, swiglu_experts
 from benchmarks.subjects.steps import StepTrainer, batch_of, without_collection
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
@@ -32,11 +31,7 @@ FULL, HALF = 8192, 4096  # tokens of packs; routed rows of both fill pages
 EXPERTS, TOPK, LAYERS = 64, 8, 4
 SLOTS = {f"slots: {count}": count for count in (1, 4)}
 MODEL = model_options(1024, layers=LAYERS, tokens=FULL)
-CONFIG: dict[str, Any] = {
-    **{"num_moe_experts": EXPERTS, "moe_router_topk": TOPK, "moe_ffn_hidden_size": 512},
-    **{"moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32", "add_bias_linear": False},
-    **{"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True},
-}
+CONFIG = swiglu_experts(EXPERTS, topk=TOPK, inner=512)
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
 WARM_UP, ROUNDS = 4, 10
 BYTES_BAR, TIME_BAR = 0.75, 1.03  # of what there is, with half-full packs

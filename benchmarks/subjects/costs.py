@@ -80,7 +80,6 @@ class _Case(NamedTuple):
     num_seqs: int = 8
     documents: int = 3  # of the pack; none for a call without one
     scheduled: bool = True  # inside Megatron's schedule, or each call for itself
-    layers: int = 2
     is_captured: bool = False
     bar: float = 3.0  # us more
 
@@ -88,7 +87,7 @@ class _Case(NamedTuple):
 _EAGER = "eager through the patch, {}: a call of a model that does nothing"
 _MISFIT, _PADDED = "pack that fits no capacity", "mode eager, padding of the pack to its capacity included"
 _OUTSIDE = f"call outside of any schedule, {LAYERS} layers captured"
-_CAPTURED = _Case(scheduled=False, layers=LAYERS, is_captured=True, bar=20.0)
+_CAPTURED = _Case(scheduled=False, is_captured=True, bar=20.0)
 CASES = {
     _EAGER.format("no pack"): _Case(documents=0),
     _EAGER.format(_MISFIT): _Case(num_seqs=2),
@@ -179,13 +178,9 @@ def _models_that_idle() -> Iterator[None]:
 
 def measure_calls() -> Answer:
     """By case the samples `patched` and `unpatched` in us, those of one round at the same places."""
-    trainers = {
-        layers: made_quickly(_TimedTrainer, model_options(HIDDEN, layers=layers, tokens=TOKENS))
-        for layers in {case.layers for case in CASES.values()}
-    }
+    trainer = made_quickly(_TimedTrainer, model_options(HIDDEN, layers=LAYERS, tokens=TOKENS))
     times: Answer = {name: {"patched": [], "unpatched": []} for name in CASES}
     with _models_that_idle():
         for _, (name, how) in in_turns([*itertools.product(CASES, ("patched", "unpatched"))], CALL_ROUNDS):
-            case = CASES[name]
-            times[name][how] += trainers[case.layers].one_round(case, is_patched=how == "patched")
+            times[name][how] += trainer.one_round(CASES[name], is_patched=how == "patched")
     return times

@@ -58,14 +58,20 @@ def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
-def time_layers(forward: Callable[[Tensor], Tensor], options: ModelOptions) -> Answer:
+def time_layers(layers: Sequence[Callable[[Tensor], Tensor]], options: ModelOptions) -> Answer:
     """Host times of a stack's passes for each layer, by `forward` and `backward`, the device idle before."""
     hidden = hidden_states(options.max_tokens, options.hidden)
-    grad = torch.randn_like(hidden) * 1e-3
+    grad, outs = torch.randn_like(hidden) * 1e-3, list[Tensor]()
+
+    def forward() -> None:
+        out = hidden
+        for layer in layers:
+            out = layer(out)
+        outs.append(out)
 
     def sample() -> Phases:
-        outs: list[Tensor] = []
-        forward_seconds = host_seconds(lambda: outs.append(forward(hidden)))
+        outs.clear()
+        forward_seconds = host_seconds(forward)
         backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
         return {"forward": forward_seconds, "backward": backward_seconds}
 
@@ -75,14 +81,11 @@ def time_layers(forward: Callable[[Tensor], Tensor], options: ModelOptions) -> A
 def eager_times(trainer: Trainer, packs: Sequence[Pack]) -> Answer:
     """A trainer's layers, called one after another as its block does."""
     arguments = layer_arguments(trainer, packs)
-    layers = list(trainer.chunk.decoder.layers)
 
-    def run(hidden: Tensor) -> Tensor:
-        for layer in layers:
-            hidden, _context = layer(hidden_states=hidden, **arguments)
-        return hidden
+    def called(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: layer(hidden_states=hidden, **arguments)[0]
 
-    return time_layers(run, trainer.options)
+    return time_layers([*map(called, trainer.chunk.decoder.layers)], trainer.options)
 
 
 class _OneTensor(nn.Module):
@@ -110,13 +113,7 @@ def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: M
     shape, graphed = (options.max_tokens, options.hidden), list[Any]()
     samples = tuple((hidden_states(*shape),) for _ in layers)
     capture_ms = wall_ms(lambda: graphed.extend(make(layers, samples)))
-
-    def run(hidden: Tensor) -> Tensor:
-        for layer in graphed:
-            hidden = layer(hidden)
-        return hidden
-
-    return {**time_layers(run, options), "seconds": capture_ms / 1e3, "graphs": 2 * len(layers)}
+    return {**time_layers(graphed, options), "seconds": capture_ms / 1e3, "graphs": 2 * len(layers)}
 
 
 def _watched(found: list[tuple[float, int]]) -> Any:

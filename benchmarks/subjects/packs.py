@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megagraph.bank.sites import VariantSpec
 from megagraph.demo.documents import Document, load_documents
@@ -31,6 +32,21 @@ def lognormal_lengths(
     normal = torch.randn(num, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     lengths = (math.log(mean) - sigma**2 / 2 + sigma * normal).exp()
     return lengths.clamp(minimum, maximum).round().to(torch.int64)
+
+
+def swiglu_experts(count: int, *, topk: int, inner: int) -> dict[str, Any]:
+    """Fields of Megatron's config; the router balances nothing."""
+    return {
+        "num_moe_experts": count,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": inner,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "bias_activation_fusion": True,
+    }
 
 
 def random_documents(lengths: Iterable[int], *, seed: int) -> Iterator[Document]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.profiler import record_function
 
 import megagraph
@@ -42,16 +41,13 @@ Batch = dict[str, Any]
 Steps = Sequence[Sequence[Batch]]
 
 
-def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None) -> Batch:
-    """A pack as the model takes it; padded to a capacity, so that every batch has the same shapes."""
+def batch_of(pack: Pack, device: torch.device, *, canonical: bool = False) -> Batch:
+    """A pack as the model takes it; if it is `canonical`, in the shapes of every other full one."""
     labels, mask = next_token_labels(pack)
     rows = {"tokens": pack.tokens, "positions": position_ids(pack), "labels": labels, "mask": mask}
     offsets, longest = pack.cu_seqlens, pack.max_seqlen
-    if capacity is not None:
-        missing = capacity.tokens - pack.num_tokens
-        rows = {name: functional.pad(row, (0, missing)) for name, row in rows.items()}
-        offsets = torch.cat([offsets, offsets[-1:].expand(capacity.num_seqs - pack.num_seqs)])
-        longest = capacity.max_seqlen
+    if canonical:
+        offsets, longest = torch.ops.megagraph.pad_cu_seqlens(offsets, NUM_SEQS), pack.num_tokens
     batch: Batch = {name: row.unsqueeze(0).to(device) for name, row in rows.items()}
     return {**batch, "offsets": offsets.to(device), "longest": longest}
 
@@ -160,8 +156,7 @@ class StepCase(Case):
 
     def batches(self, device: torch.device, *, canonical: bool = False) -> list[list[Batch]]:
         """`packs()` on the device; with `canonical` all of one shape."""
-        capacity = self.capacity if canonical else None
-        return [[batch_of(pack, device, capacity) for pack in step] for step in self.packs()]
+        return [[batch_of(pack, device, canonical=canonical) for pack in step] for step in self.packs()]
 
 
 def step_case(hidden: int, *, layers: int, tokens: int) -> StepCase:
