@@ -55,8 +55,8 @@ class Shape:
         return [random(self.tokens, n, self.dim) for n in (self.heads, self.groups, self.groups, self.heads)]
 
     def pack(self, documents: int | None = None) -> tuple[Tensor, int]:
-        """Offsets of documents, one for each 1,024 rows, that leave a short tail, and the longest of them."""
-        offsets = lognormal_offsets(self.tokens - TAIL, documents or self.tokens // 1024, device=DEVICE)
+        """Offsets of documents that leave a short tail, by default many, and the longest of them."""
+        offsets = lognormal_offsets(self.tokens - TAIL, documents, device=DEVICE)
         return offsets, int(offsets.diff().max())
 
 

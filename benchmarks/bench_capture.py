@@ -6,16 +6,16 @@ each rival run in a process of their own.
 """
 
 import os
-from collections.abc import Callable
 from functools import partial
 
 import megagraph
 from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
 from benchmarks.measuring.results import Figure, beside_each
+from benchmarks.subjects import layers
 from benchmarks.subjects.hosts import install_for, made_quickly
-from benchmarks.subjects.layers import LAYERS, capture, megatrons_graphs, torchs_graphs
+from benchmarks.subjects.layers import LAYERS, capture
 from benchmarks.subjects.packs import model_options
-from megagraph.demo.trainer import ModelOptions, Trainer
+from megagraph.demo.trainer import Trainer
 
 HIDDEN = (512, 1024, 2048)
 RIVALS_HIDDEN = 1024
@@ -48,12 +48,9 @@ def measure_own() -> dict[str, dict[str, Answer]]:
     return measured
 
 
-RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
-    "torch.cuda.make_graphed_callables": torchs_graphs,
-    "Megatron's graphs, local": megatrons_graphs,
-}
+RIVALS = ("torch.cuda.make_graphed_callables", "Megatron's graphs, local")
 _OPTIONS = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
-PARTS: Parts = {"own": measure_own, **{name: partial(rival, _OPTIONS) for name, rival in RIVALS.items()}}
+PARTS: Parts = {"own": measure_own, **{name: partial(layers.RIVALS[name], _OPTIONS) for name in RIVALS}}
 
 
 def _figures() -> list[Figure]:

@@ -35,7 +35,7 @@ RANKS = 2
 
 
 def _train(cut: Cut, layers: str) -> Answer:
-    ranks = on_ranks(RANKS, pipelines.train, MODEL, cut, layers)
+    ranks = on_ranks(RANKS, pipelines.train, MODEL, cut, layers, FOLDER / "pipeline_report.json")
     slowest = {how: [*map(max, *(rank[how] for rank in ranks))] for how in HOW}
     return {**slowest, "differing": sum(rank["differing"] for rank in ranks)}
 
@@ -57,8 +57,7 @@ def _memory_figures(name: str) -> list[Figure]:
 
 
 def _training_figures(name: str) -> list[Figure]:
-    report = FOLDER / "pipeline_report.json"
-    found = measure_part(__name__, name, environment={**DETERMINISTIC, "MEGAGRAPH_REPORT": str(report)})
+    found = measure_part(__name__, name, environment=DETERMINISTIC)
     whose = "on GPUs of their own" if torch.cuda.device_count() >= RANKS else "that share a GPU"
     title = f"{RANKS} ranks {whose}, {name}, hidden 1024, 8 layers, packs of up to 2048"
     differ = f"{title}, {pipelines.STEPS} steps: values that differ from eager"

@@ -6,16 +6,14 @@ Times are for each layer of the whole stack, the device idle before each pass, s
 for a full queue. Each part runs in a process of its own: a capture that fails may leave its process useless.
 """
 
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
+from benchmarks.measuring.children import Parts, measure_part, try_part
 from benchmarks.measuring.results import Figure, against, beside_each, differences, timed, timed_ratio
 from benchmarks.subjects import costs, layers
 from benchmarks.subjects.packs import model_options
-from megagraph.demo.trainer import ModelOptions
 
 BARS = {"forward": 4.0, "backward": 5.0}
 OWN_SHARE_BAR = 3.0
@@ -23,19 +21,13 @@ FLAT_BAR = 1.1
 AROUND_BAR = 15.0  # us a micro-batch
 LAST_BAR = 10.0  # us a layer
 NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
-# The rows of these are one unpacked document.
-RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
-    "torch.cuda.make_graphed_callables": layers.torchs_graphs,
-    "Megatron's graphs, local": layers.megatrons_graphs,
-    "Transformer Engine's make_graphed_callables": layers.transformer_engines_graphs,
-}
 OPTIONS = model_options(layers.HIDDEN, layers=layers.LAYERS, tokens=layers.TOKENS)
 PARTS: Parts = {
     "own": partial(layers.measure_stack, OPTIONS),
     "banks": layers.measure_banks,
     "calls": costs.measure_calls,
     "last": partial(costs.measure_last, OPTIONS),
-    **{name: partial(rival, OPTIONS) for name, rival in RIVALS.items()},
+    **{name: partial(rival, OPTIONS) for name, rival in layers.RIVALS.items()},
 }
 
 
@@ -44,7 +36,7 @@ def _layer_figures() -> list[Figure]:
 
     Beside: what of a micro-batch is not its layers.
     """
-    own, rivals = measure_part(__name__, "own"), {name: try_part(__name__, name) for name in RIVALS}
+    own, rivals = measure_part(__name__, "own"), {it: try_part(__name__, it) for it in layers.RIVALS}
     graphed, everyone, figures = own["graphed"], {"eager": own["eager"], **rivals}, list[Figure]()
     for phase, bar in BARS.items():
         ours, bare = graphed[phase], graphed[f"bare {phase}"]

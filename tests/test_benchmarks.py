@@ -51,24 +51,20 @@ LAYER = dict.fromkeys((*PHASES, "bare forward", "bare backward"), TIMES)
 REPORT: dict[str, Any] = {"layers": 24, "calls": 100, "replays": 70, "graphs": 48, "pool_bytes": MIB}
 # Every reason, so that whatever a run has found is a name here too.
 REPORT |= {"eager": {reason.name: 1 for reason in EagerReason}, "capture_seconds": 0.3}
-WAYS = ("graphed", "eager", "walls", "walls_ms", "bare")
-STEPS: dict[str, Any] = dict.fromkeys(WAYS, TIMES) | {"outside_ms": TIMES}
+STEPS: dict[str, Any] = dict.fromkeys(("graphed", "eager", "walls", "walls_ms", "bare", "outside_ms"), TIMES)
 STEPS |= {"report": REPORT, "kernels_ms": 6.0, "fitting": MIB, "all": 2 * MIB}
 STEPS |= {"unpatched": {"walls": TIMES, "kernels_ms": 5.0}, "differing": 0}
-STEPS |= {"reserved": 104 * MIB, "slots": 4}
+STEPS |= {"reserved": 104 * MIB, "slots": 4, "pool": 3 * MIB, "routed": MIB}
+STEPS |= {fill: {"alone": TIMES, "beside": TIMES} for fill in BENCHMARKS["paged_stash"].FILLS}
 SAME = {"losses": 0, "gradients": 0, "report": REPORT}
-LAST = dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES)
 CAPTURE = {"graphs": 48, "seconds": 0.48}
 OVERLAP = dict.fromkeys(("walls", "host_us"), [TIMES] * 4) | {"launches": [9.0] * 4, "share": [0.5] * 4}
 OVERLAP |= {"products": [60] * 4, "memory": dict.fromkeys(overlap.MEMORY, MIB)}
 _NODES = itertools.product(("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine"), overlap.PASSES)
 OVERLAP |= {"nodes": {" ".join(names): (0.0, 9.0) for names in _NODES}}
-POOLS: dict[str, Any] = {"pool": 3 * MIB, "routed": MIB}
-POOLS |= {fill: {"alone": TIMES, "beside": TIMES} for fill in BENCHMARKS["paged_stash"].FILLS}
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
     **dict.fromkeys(("ep_overlap", "delayed_weights"), OVERLAP),
-    "paged_stash": POOLS,
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
     "soak": {"replays": 10, "differing": 0, "steps": 3, "seconds": 2.0, "grown": {"device": 0, "process": 9}},
 }
@@ -76,7 +72,7 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay", "own"): {"graphed": LAYER, "eager": LAYER},
     ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
     ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
-    ("replay", "last"): LAST,
+    ("replay", "last"): dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES),
     ("paged_stash", "upstream"): {
         **dict.fromkeys(("NCCL-EP, as megatron-core starts it", "NCCL-EP on one rank", "HybridEP"), ""),
         "experts of the op fuser that mark what they save": REFUSED["error"],
@@ -263,13 +259,12 @@ def test_the_mean_of_lengths_is_that_of_the_lognormal_itself() -> None:
 def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase) -> None:
     """Bug: eager was timed on two of four steps."""
     steps, ran = case.packs(), Counter[tuple[bool, int]]()
-    distinct: Any = range(len(steps))
+    distinct: Any = range(case.distinct_steps)
     trainer: Any = SimpleNamespace(wall_ms=lambda step, graphs: ran.update([(graphs, step)]))
-    walls = walls_in_turns(trainer, distinct, ROUNDS, ("graphed", "eager"))
-    assert len(steps) == case.distinct_steps and {*map(len, walls.values())} == {ROUNDS * len(steps)}
+    walls_in_turns(trainer, distinct, ROUNDS, ("graphed", "eager"))
     assert ran == dict.fromkeys(itertools.product((True, False), distinct), ROUNDS)
-    StepTrainer.walls_ms(trainer, distinct, len(steps))
-    assert Counter(step for graphs, step in ran.elements() if graphs) == dict.fromkeys(distinct, ROUNDS + 1)
+    StepTrainer.walls_ms(trainer, distinct, ROUNDS * len(steps))
+    assert all(ran[True, step] == 2 * ROUNDS for step in distinct)
     assert {len({id(pack) for pack in step}) for step in steps} == ({1} if case.is_small else {4})
     assert {pack.num_tokens for pack in flat(steps)} == {case.tokens}  # full
     batches = flat(case.batches(torch.device("cpu"), canonical=True))
@@ -277,8 +272,7 @@ def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase)
 
 
 def test_steps_of_different_packs_are_not_one_median() -> None:
-    by_step = BENCHMARKS["step"].by_step
-    assert by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], 2) == [12.0, 32.0]
+    assert BENCHMARKS["step"].by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], 2) == [12.0, 32.0]
 
 
 def test_every_bank_runs_as_many_micro_batches_of_each_variant() -> None:

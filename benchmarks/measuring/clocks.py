@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU today
 _FIRST_SLEEP, _LONGEST_SLEEP = 400_000, 1 << 27  # cycles; the latter takes less than a tenth of a second
 
-_WARM_UP = 5  # samples of phases that are not counted
+_WARM_UP = 5  # samples that are not counted
 
 MIB = 2**20
 ACTIVITIES = (ProfilerActivity.CUDA, ProfilerActivity.CPU)
@@ -57,9 +57,7 @@ def _other_data() -> Tensor:
     return torch.zeros(_CACHE_BYTES // 4, device="cuda")
 
 
-def device_us(
-    calls: Sequence[Call], *, repeats: int = 30, warm_up: int = 3, cold: bool = False
-) -> list[list[float]]:
+def device_us(calls: Sequence[Call], *, repeats: int = 30, cold: bool = False) -> list[list[float]]:
     """GPU time of what each of `calls` enqueues, between two events on the current stream; in turns.
 
     With `cold`, other data are read before each call, until the second-level cache holds nothing else; a
@@ -86,8 +84,8 @@ def device_us(
             sleep *= 2
         raise RuntimeError("the host took longer than the device can be kept waiting: does the call wait?")
 
-    rounds = [[one(call) for call in calls] for _ in range(warm_up + repeats)]
-    return [list(times) for times in zip(*rounds[warm_up:], strict=True)]
+    rounds = [[one(call) for call in calls] for _ in range(_WARM_UP + repeats)][_WARM_UP:]
+    return [list(times) for times in zip(*rounds, strict=True)]
 
 
 def copy_of(num_bytes: int) -> Call:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import megagraph
 from benchmarks.measuring.children import Answer
@@ -59,10 +59,7 @@ def measure_last(options: ModelOptions) -> Answer:
             "own": backward - engine - registered - launched,
         }
 
-    try:
-        return dict(phases_us(sample, repeats=LAST_ROUNDS, divisor=len(layers)))
-    finally:
-        end_reductions(ddp)
+    return dict(phases_us(sample, repeats=LAST_ROUNDS, divisor=len(layers)))
 
 
 # -- calls that run eager --------------------------------------------------------------------------
@@ -105,7 +102,7 @@ class _TimedTrainer(Trainer):
     times_us: list[float]
     documents = 3
 
-    def call(self, pack: Pack, model: nn.Module) -> Tensor:
+    def call(self, pack: Pack) -> Tensor:
         """One sample: `CALLS` calls, the device idle before."""
         tokens = pack.tokens.unsqueeze(0).to(self.device)
         hidden = torch.zeros(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
@@ -115,7 +112,7 @@ class _TimedTrainer(Trainer):
 
         def calls() -> None:
             for _ in range(CALLS):
-                model(**given, packed_seq_params=params)
+                self.chunk(**given, packed_seq_params=params)
 
         self.times_us.append(host_seconds(calls) * 1e6 / CALLS)
         return tokens.float()
@@ -123,7 +120,7 @@ class _TimedTrainer(Trainer):
     def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
         if not self.is_idle:
             return super()._forward_step(packs, model)
-        return self.call(next(packs), self.chunk), lambda losses: (losses.mean(), {"loss": losses.mean()})
+        return self.call(next(packs)), lambda losses: (losses.mean(), {"loss": losses.mean()})
 
     def one_round(self, case: _Case, *, is_patched: bool) -> list[float]:
         """Microseconds of a call in each sample. Raises `RuntimeError` where one replayed."""
@@ -139,7 +136,7 @@ class _TimedTrainer(Trainer):
                 if case.scheduled:
                     self.forward_backward(packs, forward_only=True)
                 for pack in () if case.scheduled else packs:
-                    self.call(pack, self.chunk)
+                    self.call(pack)
             if sum(report["replays"] for report in megagraph.reports()) != before:
                 raise RuntimeError("expected eager calls only, got replays")
         finally:

@@ -165,6 +165,14 @@ def transformer_engines_graphs(options: ModelOptions) -> Answer:
     return _graphed(te.make_graphed_callables, layers, options)
 
 
+# The rows of these are one unpacked document.
+RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
+    "torch.cuda.make_graphed_callables": torchs_graphs,
+    "Megatron's graphs, local": megatrons_graphs,
+    "Transformer Engine's make_graphed_callables": transformer_engines_graphs,
+}
+
+
 def capture(trainer: Trainer) -> dict[str, Any]:
     """Trains until every layer replays. Raises `RuntimeError` where one was not captured for a capacity.
 

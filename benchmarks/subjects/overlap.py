@@ -107,25 +107,20 @@ class _OverlapTrainer(StepTrainer):
         return chunk
 
     def forward_backward(self, packs: Sequence[Any], *, forward_only: bool = False) -> list[Tensor]:
-        with _waits() as waited:
+        waited, wait = 0.0, torch.cuda.Event.synchronize
+
+        def synchronize(event: Any) -> None:
+            """The host waits for events, as dispatchers do for numbers of rows."""
+            nonlocal waited
+            start = time.perf_counter()
+            wait(event)
+            waited += time.perf_counter() - start
+
+        with mock.patch.object(torch.cuda.Event, "synchronize", synchronize):
             start = time.perf_counter()
             losses = super().forward_backward(packs, forward_only=forward_only)
-            self.host_ms = (time.perf_counter() - start - sum(waited)) * 1e3
+            self.host_ms = (time.perf_counter() - start - waited) * 1e3
         return losses
-
-
-@contextlib.contextmanager
-def _waits() -> Iterator[list[float]]:
-    """Collects the seconds in which the host waits for events, as dispatchers do for numbers of rows."""
-    waited, wait = list[float](), torch.cuda.Event.synchronize
-
-    def synchronize(event: Any) -> None:
-        start = time.perf_counter()
-        wait(event)
-        waited.append(time.perf_counter() - start)
-
-    with mock.patch.object(torch.cuda.Event, "synchronize", synchronize):
-        yield waited
 
 
 @contextlib.contextmanager

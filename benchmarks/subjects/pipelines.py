@@ -8,7 +8,6 @@ any stage of any pipeline runs alone; nothing is sent, and nobody waits for anot
 
 import contextlib
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 # The spec of a chunk's layers, from Megatron's config; its keywords say which chunk of which stage it is.
 BlockSpec = Callable[..., Any]
-# Calls a chunk on a micro-batch, with its device. Returns what its last layer leaves, and what reduces it.
-Forward = Callable[[Any, Any, torch.device], tuple[Tensor, Any]]
 DOCUMENTS = 8  # of a pack, at most
 MANY = 48  # micro-batches of a step whose memory is measured
 LEARNING_RATE = 0.05
@@ -120,7 +117,6 @@ class PipelineTrainer:
         self,
         cut: Cut,
         options: ModelOptions,
-        forward: Forward,
         *,
         transformer: dict[str, Any] | None = None,
         ddp: dict[str, Any] | None = None,
@@ -135,7 +131,7 @@ class PipelineTrainer:
         )
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.options, self._forward = options, forward
+        self.options = options
         self.config = transformer_config(options, **{**cut.config(), **(transformer or {})})
         torch.manual_seed(options.seed)
         seed_streams()
@@ -210,28 +206,25 @@ class PipelineTrainer:
     def _forward_step(
         self, micros: Iterator[Any], chunk: Any, return_schedule_plan: bool = False
     ) -> tuple[Tensor, Any]:
-        entry = chunk.build_schedule_plan if return_schedule_plan else chunk
-        return self._forward(entry, next(micros), self.device)
+        return self.forward(chunk.build_schedule_plan if return_schedule_plan else chunk, next(micros))
+
+    def forward(self, run: Callable[..., Any], batch: Any) -> tuple[Tensor, Any]:
+        """Runs a micro-batch. Returns what the last layer leaves, and what reduces it."""
+        return run(**arguments_of(batch)), partial(mean_loss, mask=batch["mask"])
 
 
-def _forward(chunk: Any, batch: Batch, _device: torch.device) -> tuple[Tensor, Any]:
-    return chunk(**arguments_of(batch)), partial(mean_loss, mask=batch["mask"])
-
-
-def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
+def train(model: ModelOptions, cut: Cut, layers: str, report: Path) -> Answer:
     """Trains eager and graphed on the same packs, another number in each step; this rank's part.
 
-    Leaves the report that `MEGAGRAPH_REPORT` names. Answers `graphed` and `eager`, walls in ms of the settled
+    Leaves the plugin's `report`. Answers `graphed` and `eager`, walls in ms of the settled
     steps; how many values of losses and gradients were `differing` in all steps, of which NaN is never equal.
     """
     quiet_megatron()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cut.start()
-    path = os.environ.get("MEGAGRAPH_REPORT")
-    target = None if path is None else Path(path)
-    install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, report=target)
-    trainers = {it: PipelineTrainer(cut, model, _forward, spec=LAYERS[layers]) for it in ("eager", "graphed")}
+    install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, report=report)
+    trainers = {it: PipelineTrainer(cut, model, spec=LAYERS[layers]) for it in ("eager", "graphed")}
     walls: dict[str, list[float]] = {how: [] for how in trainers}
 
     def step(how: str, batches: Sequence[Batch]) -> list[Tensor]:
@@ -257,8 +250,8 @@ def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
     settled = {how: times[SETTLED:] for how, times in walls.items()}
     for _ in range(ALONE):
         step("graphed", batches)
-    for report in megagraph.reports()[cut.chunks :]:
-        check_replays(report)
+    for of_chunk in megagraph.reports()[cut.chunks :]:
+        check_replays(of_chunk)
     megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return {**settled, "differing": differing}
@@ -350,7 +343,7 @@ def measure_memory(model: ModelOptions, cut: Cut, how: str) -> Answer:
     graphs = how == "graphed"
     install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, mode="graph" if graphs else "eager")
     with alone(cut, 0) as others:
-        trainer = PipelineTrainer(cut, model, _forward)
+        trainer = PipelineTrainer(cut, model)
         batch = batch_of(a_pack(model.max_tokens), trainer.device)
         for _ in range(3):
             others.begin(schedule_of(trainer.models[0]), [model.max_tokens] * MANY, keeps=False)

@@ -55,7 +55,7 @@ class Trainer(PipelineTrainer):
     ) -> None:
         self._others = others
         with asks_for_no_engine(), _prepares(kind):
-            super().__init__(cut, options, rig.forward, ddp=ddp, spec=LAYERS[kind], **further)
+            super().__init__(cut, options, ddp=ddp, spec=LAYERS[kind], **further)
         sharded = ddp.get("overlap_param_gather", False)
         self._sharded = [ShardedSGD(chunk) for chunk in self.chunks] if sharded else []
         self.reduced: list[tuple[int, int]] = []  # buckets of chunks, in the order of their reductions
@@ -71,6 +71,9 @@ class Trainer(PipelineTrainer):
             start(*args, **kwargs)
 
         return noted
+
+    def forward(self, run: Callable[..., Any], batch: rig.Micro) -> tuple[torch.Tensor, Any]:
+        return rig.forward(run, batch, self.device)
 
     def train(self, micros: Sequence[rig.Micro], *, eager: bool, forward_only: bool = False) -> rig.Step:
         """Runs Megatron's schedule, and updates the weights after a training step."""
