@@ -261,6 +261,29 @@ def unsynchronized(trainer: Trainer) -> Iterator[None]:
         config.no_sync_func, config.finalize_model_grads_func = before
 
 
+class ShardedSGD:
+    """Updates this rank's shard of each parameter buffer and makes the others unusable until they are
+    gathered: a stand-in for Megatron's distributed optimizer, which refuses the CPU.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._buffers = [*model.buffers, *model.expert_parallel_buffers]
+
+    def zero_grad(self) -> None:
+        """Gradients live in the buffers, which the schedule's caller zeroes."""
+
+    def step(self) -> None:
+        """One step; the gather of the parameters is left to the next forward pass."""
+        with torch.no_grad():
+            for buffer in self._buffers:
+                size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+                for bucket in buffer.buckets:
+                    shards = bucket.param_data.view(size, -1)
+                    updated = shards[rank] - 0.05 * bucket.grad_data.view(size, -1)[rank]
+                    shards.fill_(float("nan"))
+                    shards[rank] = updated
+
+
 _SHAPE = {field.name for field in dataclasses.fields(ModelOptions)}
 
 
@@ -313,6 +336,10 @@ class ModelTrainer(Trainer):
             chunk: nn.Module = kind(config, with_grouped_experts(spec) if self._is_grouped else spec, **given)
         self._prepare(chunk)
         return chunk
+
+    def make_optimizer(self) -> Any:
+        is_sharded = self.model.ddp_config.overlap_param_gather and not ON_GPU
+        return ShardedSGD(self.model) if is_sharded else super().make_optimizer()
 
     def routers(self) -> list[Any]:
         mixtures = (getattr(layer, "mlp", None) for layer in self.chunk.decoder.layers)

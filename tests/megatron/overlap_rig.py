@@ -16,7 +16,6 @@ import torch
 from delayed_linear import Delays
 from megatron_rig import Micro, Run
 from model_specs import block_spec
-from parallel_jobs import ShardedSGD
 from same_bits import assert_same_bits
 from streams import seed_streams
 from torch import Tensor, nn
@@ -114,9 +113,8 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         return chunk
 
     def make_optimizer(self) -> Any:
-        if not self.model.ddp_config.overlap_param_gather:
-            return Descent(self.chunk)
-        return super().make_optimizer() if rig.ON_GPU else ShardedSGD(self.model)
+        is_sharded = self.model.ddp_config.overlap_param_gather
+        return super().make_optimizer() if is_sharded else Descent(self.chunk)
 
 
 def _filled(micro: Micro) -> Micro:

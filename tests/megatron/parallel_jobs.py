@@ -13,7 +13,6 @@ import megatron_rig as rig
 import moe_rig
 import torch
 from host_rig import Offload
-from model_specs import te_layer_spec
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
@@ -62,7 +61,7 @@ def steps_of(
 
 
 small_steps = partial(steps_of, packs=PACKS)
-model = partial(Trainer, OPTIONS)
+model = partial(rig.ModelTrainer, options=OPTIONS)
 
 
 def steps_with_tails(count: int, **_: Any) -> list[list[rig.Micro]]:
@@ -73,42 +72,8 @@ def steps_with_tails(count: int, **_: Any) -> list[list[rig.Micro]]:
     ]
 
 
-class ShardedSGD:
-    """Updates this rank's shard of each parameter buffer and makes the others unusable until they are
-    gathered: a stand-in for Megatron's distributed optimizer, which refuses the CPU.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._buffers = [*model.buffers, *model.expert_parallel_buffers]
-
-    def zero_grad(self) -> None:
-        """Gradients live in the buffers, which the schedule's caller zeroes."""
-
-    def step(self) -> None:
-        """One step; the gather of the parameters is left to the next forward pass."""
-        with torch.no_grad():
-            for buffer in self._buffers:
-                size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
-                for bucket in buffer.buckets:
-                    shards = bucket.param_data.view(size, -1)
-                    updated = shards[rank] - 0.05 * bucket.grad_data.view(size, -1)[rank]
-                    shards.fill_(float("nan"))
-                    shards[rank] = updated
-
-
-class ShardedTrainer(Trainer):
-    """A `Trainer` whose parameters are sharded over data-parallel ranks, on a GPU or not."""
-
-    def make_optimizer(self) -> Any:
-        return super().make_optimizer() if self.device.type == "cuda" else ShardedSGD(self.model)
-
-
 def hook_second(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
-
-
-def of_engine(**given: Any) -> Trainer:
-    return Trainer(OPTIONS, spec=te_layer_spec(), **given)
 
 
 def train_pair(
@@ -259,7 +224,7 @@ def cannot_capture(micros: Sequence[rig.Micro], config: dict[str, Any]) -> None:
     """Steps of a model of whose layers none can be captured leave what Megatron alone leaves."""
     megagraph.install(rig.graph_config())
     with mock.patch.object(capture.CapturePlan, "warm_up", _fails):
-        trainer = Trainer(OPTIONS, config=config)
+        trainer = model(config=config)
         found = [rig.step(trainer, micros, update=False) for _ in range(3)]
     calls = len(micros) * OPTIONS.layers
     assert rig.report_of(trainer)["eager"] == {"WARMING_UP": calls, "CAPTURE_FAILED": 2 * calls}

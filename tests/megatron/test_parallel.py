@@ -41,9 +41,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[
 def test_bits(world2: World, name: str) -> None:
     """Ranks see packs of their own. A layer that ran before its weights are gathered would read NaN."""
     ddp, options, *eager = TRAININGS[name]
-    make = partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS)
-    given = {"make": make if "overlap_param_gather" in ddp else parallel_jobs.model, **options}
-    reports = world2.run(parallel_jobs.train_pair, ddp=ddp, own_packs=True, evaluate_at=(2,), **given)
+    reports = world2.run(parallel_jobs.train_pair, ddp=ddp, own_packs=True, evaluate_at=(2,), **options)
     for report, later in zip(reports, eager, strict=True):
         layers = report["layers"]
         figures = {"failures": int("FOREIGN_HOOK" in later), "calls": (3 + 1) * PACKS * layers}

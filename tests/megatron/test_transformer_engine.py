@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of Transformer Engine, on a GPU: the bits of eager, and those of a run without the plugin."""
 
+from functools import partial
 from typing import Any
 
 import megatron_rig as rig
@@ -24,10 +25,6 @@ pytestmark = [
 ]
 
 
-def packs(index: int) -> list[rig.Micro]:
-    return parallel_jobs.steps_of(index + 1)[index]
-
-
 OVERLAP = {"overlap_grad_reduce": True}
 FUSED_ROPE = {"apply_rope_fusion": True, "normalization": "RMSNorm"}
 # Megatron's config, its DDP's, ours; steps, sites, graphs (in each slot forwards, and backwards of training).
@@ -47,11 +44,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, int,
 def test_bits(case: str) -> None:
     config, ddp, plugin, steps, sites, graphs = CASES[case]
     pair = rig.Pair(spec=te_layer_spec(), config=config, ddp=ddp, plugin=plugin)
-    for index in range(steps):
-        pair.step(*packs(index))
+    *given, last = parallel_jobs.steps_of(steps + 1)
+    for index, micros in enumerate(given):
+        pair.step(*micros)
         if index % 20 == 7:
-            pair.evaluate(*packs(index))
-            pair.evaluate(*packs(index + 1))
+            pair.evaluate(*micros)
+            pair.evaluate(*last)
     report = pair.report()
     assert report["failures"] == [] and (report["sites"], report["graphs"]) == (sites, graphs)
     assert set(report["eager"]) == {"WARMING_UP"}
@@ -77,7 +75,9 @@ def test_a_hybrid_model_of_its_layers(install: rig.Install, fused_rope: bool) ->
 
     install()
     config = {"apply_rope_fusion": fused_rope, "normalization": "RMSNorm"}
-    report = rig.Pair(rig.HybridTrainer, spec=hybrid_stack_spec, config=config).train(map(packs, range(6)))
+    report = rig.Pair(rig.HybridTrainer, spec=hybrid_stack_spec, config=config).train(
+        parallel_jobs.steps_of(6)
+    )
     rig.ran(report, 5 * 3 * len(rig.HYBRID_PATTERN), WARMING_UP=3 * len(rig.HYBRID_PATTERN))
     assert report["model"] == "HybridModel #2"
 
@@ -90,10 +90,10 @@ def test_fused_weight_gradients_are_added_once(install: rig.Install) -> None:
         for module in trainer.chunk.decoder.layers.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
-    for index in range(4):
-        left = rig.step(graphed, packs(index), update=False)
-        assert_same_bits(rig.step(eager, packs(index), update=False, eager=True), left)
-        unfused = rig.step(plain, packs(index), update=False, eager=True)
+    for micros in parallel_jobs.steps_of(4):
+        left = rig.step(graphed, micros, update=False)
+        assert_same_bits(rig.step(eager, micros, update=False, eager=True), left)
+        unfused = rig.step(plain, micros, update=False, eager=True)
         for name, grad in unfused.grads.items():
             torch.testing.assert_close(left.grads[name], grad, rtol=0, atol=0.02 * float(grad.abs().max()))
     report = megagraph.reports()[0]  # of the one that ran first
@@ -107,7 +107,7 @@ def _model(**config: Any) -> Trainer:
 
 
 def test_dropout_from_its_random_streams() -> None:
-    steps = [packs(index) for index in range(6)]
+    steps = parallel_jobs.steps_of(6)
     graphed = rig.compare_runs(steps, _model, hidden_dropout=0.1, attention_dropout=0.0)
     assert graphed.report["eager"] == {"WARMING_UP": 3 * rig.LAYERS}
     without = rig.train(rig.graph_config(), steps[:1], _model)
@@ -143,8 +143,8 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
         "apply_rope_fusion": True,
         "hidden_dropout": dropout,
     }
-    job, make = parallel_jobs.train_pair, parallel_jobs.of_engine
-    reports = world2.run(job, tensor_parallel=2, make=make, config=transformer, num_steps=4)
+    given = {"make": partial(parallel_jobs.model, engine=True), "config": transformer, "num_steps": 4}
+    reports = world2.run(parallel_jobs.train_pair, tensor_parallel=2, **given)
     for report in reports:
         assert report["failures"] == []
         # Its first call leaves a module in another state, which ranks tell each other of between steps.
