@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -53,7 +52,7 @@ class Trainer(PipelineTrainer):
         others: Others | None = None,
         **further: Any,
     ) -> None:
-        self._others = others
+        self.others = others
         with asks_for_no_engine(), _prepares(kind):
             super().__init__(cut, options, ddp=ddp, spec=LAYERS[kind], **further)
         sharded = ddp.get("overlap_param_gather", False)
@@ -77,12 +76,12 @@ class Trainer(PipelineTrainer):
 
     def train(self, micros: Sequence[rig.Micro], *, eager: bool, forward_only: bool = False) -> rig.Step:
         """Runs Megatron's schedule, and updates the weights after a training step."""
-        if self._others is not None:
+        if self.others is not None:
             rows = [micro.physical for micro in micros]
-            self._others.begin(schedule_of(self.models[0]), rows, forward_only=forward_only)
+            self.others.begin(schedule_of(self.models[0]), rows, forward_only=forward_only)
         results = self.step(micros, eager=eager, forward_only=forward_only)
         torch.cuda.synchronize()  # the schedule hands on from another stream
-        sent = [] if self._others is None else self._others.taken
+        sent = [] if self.others is None else self.others.taken
         grads = {name: param.main_grad.clone() for name, param in self.named_parameters()}
         if not forward_only:
             self.update()
@@ -132,7 +131,7 @@ def _prepares(kind: str) -> contextlib.AbstractContextManager[Any]:
 def steps_of(
     schedule: StageSchedule, count: int, *, misfits: bool, even: bool, most: int
 ) -> list[list[rig.Micro]]:
-    """Steps of the least, the most and another number of packs that is legal.
+    """Steps of the least, the most and another number of packs that is legal, in turns.
 
     They are the same on all ranks but those that share experts.
     """
@@ -171,14 +170,39 @@ def _in_turns(groups: Any, place: int, micro: rig.Micro) -> OwnMicro:
     return OwnMicro(**vars(shared), group=groups.of_size(size))
 
 
+class Pair:
+    """The same chunks twice: one set runs eager, the other with graphs of the plugin that is there."""
+
+    def __init__(self, cut: Cut, options: ModelOptions, **given: Any) -> None:
+        self.both = self.eager, self.graphed = [Trainer(cut, options, **given) for _ in range(2)]
+        self.schedule = schedule_of(self.eager.models[0])
+
+    def step(self, micros: Sequence[rig.Micro], *, forward_only: bool = False) -> rig.Step:
+        """A step of both, which must leave the same bits, also in what other stages are sent."""
+        one, other = (it.train(micros, eager=it is self.eager, forward_only=forward_only) for it in self.both)
+        assert_same_bits(one, other)
+        return one
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Of the graphed chunks that have layers, with what the schedule needs. Nobody holds their slots."""
+        reports = []
+        graphed = rig.the_plugin().all_graphs()[len(self.eager.chunks) :]
+        for graphs, most in zip(graphed, self.schedule.most_in_flight, strict=bool(graphed)):
+            assert graphs.captures.bank.holders() == ""
+            report = graphs.report()
+            assert report["calls"] == report["replays"] + sum(report["eager"].values())
+            reports.append(report | {"schedule": most})
+        return reports
+
+
 @makes_groups
 @moe_rig.experts_on_cpu()
 def train_pair(
     *,
     cut: Cut,  # of the model
     cp_sizes: tuple[int, ...] = (),  # ranks that share packs which say so, in turns; none where none says it
-    num_steps: int = 3,  # to train
-    evaluate_at: Collection[int] = (1, 2),
+    num_steps: int = 2,  # to train
+    evaluate_at: Collection[int] = (1, 2),  # the steps, from 1 on, whose packs are evaluated behind them
     layers: int = 1,  # of each chunk
     kind: str = "core",  # of layers
     others: Others | None = None,  # stages that are not there
@@ -207,31 +231,25 @@ def train_pair(
         plugin = {"cp_sizes": cp_sizes, "capacities": (), **capacity, **(plugin or {})}
         transformer = {"calculate_per_token_loss": True, **(transformer or {})}
     megagraph.install(rig.graph_config(**(plugin or {})))
-    make = partial(Trainer, cut, options, transformer=transformer, ddp=ddp or {}, kind=kind, others=others)
-    pair = [make(shared_embeddings=shared_embeddings, aligned=aligned) for _ in range(2)]
-    schedule = schedule_of(pair[0].models[0])
-    steps = steps_of(schedule, num_steps, misfits=misfits, even=even, most=most)
+    how = {"ddp": ddp or {}, "transformer": transformer, "kind": kind, "others": others}
+    pair = Pair(cut, options, shared_embeddings=shared_embeddings, aligned=aligned, **how)
+    steps = steps_of(pair.schedule, num_steps, misfits=misfits, even=even, most=most)
     if cut.context_parallel > 1:
         steps = [[_shared(micro, cut.context_parallel) for micro in micros] for micros in steps]
     if cp_sizes:
         groups = megagraph.context_groups(cp_sizes)
         steps = [[_in_turns(groups, *each) for each in enumerate(micros)] for micros in steps]
-    if not pair[0].config.variable_seq_lengths:
+    if not pair.eager.config.variable_seq_lengths:
         steps = [[dataclasses.replace(it, tail=FULL - sum(it.lengths)) for it in micros] for micros in steps]
-    for index, micros in enumerate(steps):
-        if index in evaluate_at:
-            some = steps[index - 1]
-            one, other = (it.train(some, eager=it is pair[0], forward_only=True) for it in pair)
-            assert_same_bits(one, other, f"evaluation {index}")
-        one, other = (it.train(micros, eager=it is pair[0]) for it in pair)
-        assert_same_bits(one, other, f"step {index}")
-        assert all(grad.any() for name, grad in one.grads.items() if "linear_proj" in name)
-        assert pair[0].reduced == pair[1].reduced and set(pair[0].reduced)
-    reports = megagraph.reports()[cut.chunks :]
-    for report, most in zip(reports, schedule.most_in_flight, strict=bool(reports)):
-        assert report["calls"] == report["replays"] + sum(report["eager"].values())
-        report["schedule"] = most
-        report["first"] = len(steps[0]) + sum(len(steps[index - 1]) for index in sorted(evaluate_at)[:1])
+    for number, micros in enumerate(steps, 1):
+        left = pair.step(micros)
+        assert all(grad.any() for name, grad in left.grads.items() if "linear_proj" in name)
+        assert pair.eager.reduced == pair.graphed.reduced and set(pair.eager.reduced)
+        if number in evaluate_at:
+            pair.step(micros, forward_only=True)
+    reports = pair.reports()
+    for report in reports:
+        report["first"] = len(steps[0]) + sum(len(steps[number - 1]) for number in sorted(evaluate_at)[:1])
     megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return reports
@@ -250,5 +268,5 @@ def speak(*, cut: Cut, report: str) -> list[str]:
     """Trains a few steps, and leaves a report. Returns what this rank says of its steps in the log."""
     plugin = {"log_interval": 2, "report": report}
     with hearing(logging.INFO) as said:
-        train_pair(cut=cut, num_steps=2, evaluate_at=(), plugin=plugin)
+        train_pair(cut=cut, evaluate_at=(), plugin=plugin)
     return [line for line in said if "replayed" in line]

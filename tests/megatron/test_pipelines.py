@@ -48,9 +48,9 @@ EMPTIED = {"transformer": {"deallocate_pipeline_outputs": True}}
 both = pytest.mark.both
 TRAININGS: dict[str, tuple[Any, Training]] = {
     # With packs that fill their capacity, whose output the schedule keeps over the next forward.
-    "2 stages, outputs emptied once they are sent": (both, two(Cut(), **EMPTIED)),
+    "2 stages, outputs emptied once they are sent": (both, two(Cut(), num_steps=3, **EMPTIED)),
     "2 stages of 2 chunks, outputs emptied once they are sent": (both, two(**EMPTIED)),
-    "2 stages of 2 chunks, groups of 3": ((), two(Cut(chunks=2, group_size=3))),
+    "2 stages of 2 chunks, groups of 3": ((), two(Cut(chunks=2, group_size=3), num_steps=3)),
     "MLA": ((), two(Cut(), transformer=mla_config("low rank, RoPE"))),
     "two data-parallel ranks a stage": (both, four(Cut(), ddp=SHARDED)),
     "two data-parallel ranks a stage, aligned": ((), four(OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
@@ -59,7 +59,7 @@ TRAININGS: dict[str, tuple[Any, Training]] = {
     "experts whose exchange overlaps": (both, four(Cut(chunks=2, expert_parallel=2), **OVERLAPPED)),
     "packs that ranks of a stage share": (both, four(Cut(context_parallel=2))),
     # Some micro-batches are shared by both ranks of a stage, and others by none.
-    "packs of several sizes in flight": (both, four(OF_TWO_CHUNKS, cp_sizes=(1, 2))),
+    "packs of several sizes in flight": (both, four(OF_TWO_CHUNKS, cp_sizes=(1, 2), num_steps=3)),
     "two tensor-parallel ranks a stage": (both, four(Cut(tensor_parallel=2))),
     "packs of as many rows": ((), two(transformer={"variable_seq_lengths": False})),
     "stages of one layer and of three, whose embeddings are shared": (
