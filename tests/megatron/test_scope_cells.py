@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every cell of docs/scopes.md on a GPU: each kind of model under each set of scopes that is legal there.
+"""Every cell of docs/scopes.md on a GPU, of layers of Transformer Engine or with real Mamba mixers.
 
-On the CPU the files of the scopes compare them with eager, each with more kinds of models and of packs.
+Each kind of model under each set of scopes that is legal there. Other layers: test_model_bits.py.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 import moe_rig
 import pytest
-from mamba_rig import Documented, mamba_experts, mamba_spec
+from mamba_rig import Documented, mamba_experts
 from megatron_rig import OPTIONS, Micro, compare_runs, needs_engine, ran, steps_of
 from moe_rig import Config, ExpertTrainer
 from streams import seeded
@@ -29,10 +29,10 @@ pytestmark = [
 ]
 
 Scopes = tuple[str, ...]
-HAS_ENGINE, HAS_MIXERS = (
-    importlib.util.find_spec(package) is not None for package in ("transformer_engine", "mamba_ssm")
+needs_mixers = pytest.mark.skipif(
+    importlib.util.find_spec("mamba_ssm") is None, reason="needs mamba-ssm and causal-conv1d"
 )
-LAYERS = ("core", "Transformer Engine")
+HYBRID = "hybrid with Mamba and experts"
 DENSE: Config = {
     **{"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_z_loss_coeff": None},
     **{"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"},
@@ -82,32 +82,30 @@ MODELS = {
     "MLA and experts": Model(
         kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS), config=EIGHT, mla="low rank, YaRN"
     ),
-    "hybrid with Mamba and experts": Model(
-        kinds="ME*E-", scopes=with_each(("mamba", "attn", "mlp"), *ROUTERS), config=EIGHT
-    ),
+    HYBRID: Model(kinds="ME*E-", scopes=with_each(("mamba", "attn", "mlp"), *ROUTERS), config=EIGHT),
 }
 
 
 def stack_spec(is_engine: bool) -> Any:
-    """Of a hybrid stack, which has real mixers where mamba-ssm is installed."""
+    """Of a hybrid stack."""
     if is_engine:
         return pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
     given = {"num_experts": 8, "moe_grouped_gemm": False, "normalization": "RMSNorm"}
-    return (megagraph.get_hybrid_stack_varlen_spec if HAS_MIXERS else mamba_spec)(**given)
+    return megagraph.get_hybrid_stack_varlen_spec(**given)
 
 
 def compare(
     name: str,
-    layers: str,
     scopes: Scopes,
     count: int,
     *,
+    is_engine: bool = True,
     packs: Any = Documented,
     never_waits: bool = False,
     **further: Any,
 ) -> Config:
     """Trains eager and graphed, with the same bits. Returns the report of the graphs."""
-    model, is_engine = MODELS[name], layers == "Transformer Engine"
+    model = MODELS[name]
     changes = {"normalization": "RMSNorm", "is_grouped": never_waits, **model.config}
     changes["moe_grouped_gemm"] = is_engine and model.config["num_moe_experts"] is not None
     if model.is_hybrid:
@@ -132,26 +130,29 @@ CELLS = [(name, scopes, 8) for name, model in MODELS.items() for scopes in model
 CELLS += [
     ("experts", ("attn", "moe_router", "moe_preprocess"), 100),
     ("MLA and experts", ("attn", "mlp", "moe_router"), 100),
-    ("hybrid with Mamba and experts", ("mamba", "attn", "moe_router"), 100),
+    (HYBRID, ("mamba", "attn", "moe_router"), 100),
 ]
+OF_CELL = ("name", "scopes", "count")
 
 
-@pytest.mark.parametrize("layers", LAYERS)
+@needs_engine
 @pytest.mark.parametrize(
-    ("name", "scopes", "count"), CELLS, ids=lambda it: " ".join(it) if isinstance(it, tuple) else str(it)
+    OF_CELL, [pytest.param(*it, marks=[needs_mixers] * (it[0] == HYBRID)) for it in CELLS], ids=str
 )
-def test_steps_have_the_bits_of_eager(name: str, scopes: Scopes, count: int, layers: str) -> None:
-    if layers == "Transformer Engine" and not HAS_ENGINE:
-        pytest.skip("needs Transformer Engine")
-    if layers == "Transformer Engine" and MODELS[name].is_hybrid and not HAS_MIXERS:
-        pytest.skip("needs mamba-ssm and causal-conv1d")
-    check_report(compare(name, layers, scopes, count), count)
+def test_layers_of_transformer_engine_have_the_bits_of_eager(name: str, scopes: Scopes, count: int) -> None:
+    check_report(compare(name, scopes, count), count)
 
 
-@pytest.mark.skipif(not HAS_MIXERS, reason="needs mamba-ssm and causal-conv1d")
+@needs_mixers
+@pytest.mark.parametrize(OF_CELL, [it for it in CELLS if it[0] == HYBRID], ids=str)
+def test_real_mixers_have_the_bits_of_eager(name: str, scopes: Scopes, count: int) -> None:
+    check_report(compare(name, scopes, count, is_engine=False), count)
+
+
+@needs_mixers
 @pytest.mark.skipif(not seams.packs_say_documents(), reason="mixers know the documents by the offsets")
 def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
-    report = compare("hybrid with Mamba and experts", "core", ("mamba", "attn", "mlp"), 8, packs=Micro)
+    report = compare(HYBRID, ("mamba", "attn", "mlp"), 8, is_engine=False, packs=Micro)
     check_report(report, 8)
 
 
@@ -170,6 +171,6 @@ OF_ENGINE: dict[str, tuple[Config, Scopes]] = {
 @pytest.mark.parametrize("case", OF_ENGINE)
 def test_experts_of_transformer_engine(case: str) -> None:
     further, scopes = OF_ENGINE[case]
-    report = compare("experts among dense layers", "Transformer Engine", scopes, 8, **further)
+    report = compare("experts among dense layers", scopes, 8, **further)
     check_report(report, 8)
     assert report["graphs"] == 2 * report["layers"]
