@@ -141,3 +141,8 @@ def hand_out_frequencies(model: Any) -> None:
 
     model._preprocess = remember
     hands(model.decoder, lambda it: {**it, "rotary_pos_emb": it["rotary_pos_emb"][positions[0][0]]})
+
+
+def scatter_frequencies(model: Any) -> None:
+    """Both."""
+    hand_out_frequencies(scatter(model))

@@ -27,7 +27,6 @@ from moe_rig import ExpertTrainer
 from rope_rig import run
 from same_bits import assert_same_bits
 from torch import Tensor
-from worlds import on_ranks
 
 from megagraph._C import Capacity
 
@@ -63,10 +62,6 @@ def fix_rows(model: Any, rows: int) -> None:
     model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: rows
 
 
-def scatter_frequencies(model: Any) -> None:
-    rope_rig.hand_out_frequencies(rope_rig.scatter(model))
-
-
 def change_table(model: Any) -> None:
     """In the third step, and only in place."""
     calls = itertools.count(1)
@@ -100,17 +95,14 @@ GOES_ON = "SIGNATURE_CHANGED"
 OF_HYBRID: dict[str, Any] = {"make": rig.HybridTrainer, "layers": len(rig.HYBRID_PATTERN)}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 FEW = Capacity(tokens=64, num_seqs=2, max_seqlen=64)
-INTERLEAVED = {"rotary_interleaved": True}
 CASES = {
     # Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes.
     "all tokens": Case(steps_of(rig.CAPACITY), GOES_ON),
-    "all tokens, interleaved": Case(
-        steps_of(rig.CAPACITY, shapes=WITHOUT_EMPTY, aliased=True), GOES_ON, given=INTERLEAVED
-    ),
     "half": Case(steps_of(HALF, aliased=True), capacity=HALF),
-    "half, interleaved": Case(steps_of(HALF, shapes=WITHOUT_EMPTY), given=INTERLEAVED, capacity=HALF),
+    "half, interleaved": Case(
+        steps_of(HALF, shapes=WITHOUT_EMPTY), given={"rotary_interleaved": True}, capacity=HALF
+    ),
     "hybrid, half": Case(steps_of(HALF), capacity=HALF, **OF_HYBRID),
-    "hybrid, all tokens": Case(steps_of(rig.CAPACITY), GOES_ON, **OF_HYBRID),
     "keys of another length": Case(declared(Keys), GOES_ON),
     # Bug: positions began anew in each document, since the wrapper acted in every model.
     "refused": Case(steps_of(rig.CAPACITY), "SCOPE_UNSUPPORTED", given=SINKHORN, make=ExpertTrainer),
@@ -177,7 +169,7 @@ def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_to
         ]
         for index in range(5)
     ]
-    prepare = scatter_frequencies if of_each_token else rope_rig.scatter
+    prepare = rope_rig.scatter_frequencies if of_each_token else rope_rig.scatter
     _eager, graphed = rope_rig.padded_modes(steps, prepare=prepare)
     goes_on = {"WARMING_UP": rig.LAYERS, GOES_ON: 5 * rig.LAYERS}
     rig.ran(graphed.report, **({"WARMING_UP": 2 * rig.LAYERS} if of_each_token else goes_on))
@@ -400,43 +392,6 @@ def test_packs_of_one_document_do_not_show_what_frequencies_are(caplog: pytest.L
     assert pair.report()["eager"] == {"WARMING_UP": 25 * rig.LAYERS}
     pair.step(rig.Micro(lengths=(9, 20)), times=3)
     assert pair.report()["replays"] == rig.LAYERS
-
-
-SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-
-
-@on_ranks(2, tensor_parallel=2)
-def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> None:
-    """Where the model is entered, positions too, as soon as a pack has shown what its layers are handed."""
-    steps: Steps = [
-        [
-            rope_rig.Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
-            rope_rig.Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
-        ]
-        for index in range(5)
-    ]
-    eager, graphed = rope_rig.padded_modes(steps, prepare=scatter_frequencies, **SHARED_ROWS)
-    assert eager.report["eager"] == {"WARMING_UP": rig.LAYERS, "DISABLED": 9 * rig.LAYERS}
-    assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and graphed.report["failures"] == []
-
-
-@on_ranks(2, tensor_parallel=2)
-def test_another_table_for_rows_that_were_added_is_an_error() -> None:
-    """With sequence parallelism, of a host that hands the model's own tables on until its third step."""
-    calls: list[Any] = []
-
-    def change(given: dict[str, Any]) -> dict[str, Any]:
-        calls.append(None)
-        factor = 1.0 if len(calls) < 3 else 0.5
-        return {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
-
-    with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
-        rig.train(
-            rig.graph_config(),
-            [[rope_rig.Declared(lengths=(20, 8), max_seqlen=20)]] * 4,
-            prepare=lambda chunk: rig.hands(chunk.decoder, change),
-            **SHARED_ROWS,
-        )
 
 
 def test_packs_of_another_length_than_their_table_run_as_given_where_each_token_had_a_row() -> None:

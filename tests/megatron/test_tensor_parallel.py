@@ -11,6 +11,7 @@ from unittest import mock
 import megatron_rig as rig
 import parallel_jobs
 import pytest
+import rope_rig
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
 from same_bits import assert_same_bits
@@ -422,3 +423,40 @@ def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism() -> No
         both = [torch.empty_like(grad) for _ in range(2)]
         distributed.all_gather(both, grad)
         assert torch.equal(*both)
+
+
+# -- rotary tables of rows that were added -----------------------------------------------------------
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> None:
+    """Where the model is entered, positions too, as soon as a pack has shown what its layers are handed."""
+    steps: list[list[rig.Micro]] = [
+        [
+            rope_rig.Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
+            rope_rig.Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
+        ]
+        for index in range(5)
+    ]
+    eager, graphed = rope_rig.padded_modes(steps, prepare=rope_rig.scatter_frequencies, **SHARED_ROWS)
+    assert eager.report["eager"] == {"WARMING_UP": rig.LAYERS, "DISABLED": 9 * rig.LAYERS}
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and graphed.report["failures"] == []
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_another_table_for_rows_that_were_added_is_an_error() -> None:
+    """With sequence parallelism, of a host that hands the model's own tables on until its third step."""
+    calls: list[Any] = []
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        calls.append(None)
+        factor = 1.0 if len(calls) < 3 else 0.5
+        return {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
+
+    with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
+        rig.train(
+            rig.graph_config(),
+            [[rope_rig.Declared(lengths=(20, 8), max_seqlen=20)]] * 4,
+            prepare=lambda chunk: rig.hands(chunk.decoder, change),
+            **SHARED_ROWS,
+        )
