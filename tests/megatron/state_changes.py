@@ -100,9 +100,11 @@ def fc2(trainer: Trainer) -> Any:
 def sets(name: str, value: Any, owner: Callable[[Trainer], Any] = probe) -> Do:
     def do(trainer: Trainer) -> Undo:
         target = owner(trainer)
-        has_own, before = name in vars(target), getattr(target, name, None)
+        own = vars(target)
+        tables = [own, *(own.get(it, {}) for it in ("_modules", "_parameters", "_buffers"))]
+        has_own, before = any(name in table for table in tables), getattr(target, name, None)
         setattr(target, name, value)
-        if has_own or (isinstance(target, nn.Module) and name in target._modules):
+        if has_own:
             return lambda: setattr(target, name, before)
         return lambda: delattr(target, name)
 
@@ -172,12 +174,6 @@ def hooks_all(trainer: Trainer) -> Undo:
     return nn.modules.module.register_module_forward_hook(halve).remove
 
 
-def loads_other_shape(trainer: Trainer) -> Undo:
-    owner, before = probe(trainer), probe(trainer).offset
-    owner.offset = torch.full_like(before, 0.5).repeat(2)
-    return lambda: setattr(owner, "offset", before)
-
-
 def parametrizes(trainer: Trainer) -> Undo:
     class Halved(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -186,13 +182,6 @@ def parametrizes(trainer: Trainer) -> Undo:
     linear = fc2(trainer)
     parametrize.register_parametrization(linear, "weight", Halved(), unsafe=True)
     return lambda: parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False) and None
-
-
-def ties(trainer: Trainer) -> Undo:
-    one, other = (layer.mlp.inner.linear_fc2 for layer in trainer.chunk.decoder.layers)
-    before = other.weight
-    other.weight = one.weight
-    return lambda: setattr(other, "weight", before)
 
 
 # -- the table ---------------------------------------------------------------------------------------
@@ -270,7 +259,14 @@ CHANGES: dict[str, Change] = {
         do=in_place(lambda it: it.weight.requires_grad_(False), lambda it: it.weight.requires_grad_(), fc2),
         matters=False,
     ),
-    "buffer of another shape": Change(do=loads_other_shape, reason=_MOVED),
+    "buffer of another shape": Change(
+        do=lambda trainer: sets("offset", torch.full_like(probe(trainer).offset, 0.5).repeat(2))(trainer),
+        reason=_MOVED,
+    ),
     "parametrized weight": Change(do=parametrizes, reason=_MOVED, stays_eager=True, lasts=True),
-    "tied weights": Change(do=ties, reason=_MOVED, stays_eager=True),
+    "tied weights": Change(
+        do=lambda trainer: sets("weight", first(trainer).mlp.inner.linear_fc2.weight, fc2)(trainer),
+        reason=_MOVED,
+        stays_eager=True,
+    ),
 }

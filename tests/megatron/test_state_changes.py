@@ -246,29 +246,23 @@ def test_what_is_left_out_by_name_is_reported(pair: rig.Pair) -> None:
 # -- what somebody sees who watches a run ------------------------------------------------------------
 
 
-def _ranges_of_a_step(trainer: Trainer) -> list[str]:
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
-        step(trainer, [ONE, TWO])
-    return [event.name for event in trace.events() if event.name.startswith("layer ")]
-
-
-def test_replays_are_ranges_that_name_site_variant_and_slot(install: Install) -> None:
-    install(cuda_graph_nvtx=True)
+@pytest.mark.parametrize("are_asked_for", [True, False])
+def test_replays_are_ranges_that_name_site_variant_and_slot_if_somebody_asks_for_them(
+    install: Install, are_asked_for: bool
+) -> None:
+    install(cuda_graph_nvtx=are_asked_for)
     trainer = Trainer(OPTIONS)
     step(trainer, [ONE, TWO], times=2)
-    found = _ranges_of_a_step(trainer)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        step(trainer, [ONE, TWO])
+    found = [event.name for event in trace.events() if event.name.startswith("layer ")]
     variant = "training, 64 tokens, 5 documents of up to 64, slot 0"
     expected = [
         f"layer {index} (TransformerLayer), {variant} {way}"
         for index in range(LAYERS)
         for way in ("forward", "backward")
     ]
-    assert sorted(found) == sorted(2 * expected)
-
-
-def test_nobody_who_does_not_ask_gets_ranges(trainer: Trainer) -> None:
-    step(trainer, [ONE, TWO], times=2)
-    assert _ranges_of_a_step(trainer) == []
+    assert sorted(found) == (sorted(2 * expected) if are_asked_for else [])
 
 
 def test_each_interval_of_training_steps_has_a_line(install: Install, caplog: Any) -> None:

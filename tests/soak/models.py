@@ -11,7 +11,7 @@ import moe_rig
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, adapt
 from mamba_rig import mamba, mamba_experts
-from megatron_rig import HYBRID_PATTERN, ON_GPU, ModelTrainer, around_mlps, graph_config
+from megatron_rig import HYBRID_PATTERN, ON_GPU, ModelTrainer, around_mlps, changes_output, graph_config
 from model_specs import KINDS as MLA_KINDS
 from model_specs import te_layer_spec
 from moe_rig import ExpertTrainer
@@ -64,14 +64,7 @@ def _shares_a_parameter(chunk: Any) -> None:
 def _reads_a_foreign_parameter(chunk: Any) -> None:
     """Which belongs to the model, and to no layer."""
     chunk.scale = scale = nn.Parameter(torch.full((1,), 1.5))
-    mlp = chunk.decoder.layers[0].mlp
-    original = mlp.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out, bias = original(*args, **kwargs)
-        return out * scale, bias
-
-    mlp.forward = forward
+    changes_output(chunk.decoder.layers[0].mlp, lambda out: out * scale)
 
 
 def _prepared(prepare: Callable[[Any], Any]) -> Callable[..., Trainer]:
