@@ -56,9 +56,7 @@ class NamelessBlock(OwnBlock):
     ("model", "block"),
     [
         (OwnModel, None),
-        (GPTModel, OwnBlock),
-        (SuperModel, None),
-        (GPTModel, SuperBlock),
+        (SuperModel, SuperBlock),
         (OwnSuperModel, OwnBlock),
         (CallingModel, OwnBlock),
         (GPTModel, NamelessBlock),

@@ -48,8 +48,10 @@ def _broken_call(trainer: Trainer) -> None:
         rig.forward(trainer.model, rig.ONE, trainer.device)
 
 
-@pytest.mark.parametrize("broken", [_broken_step, _broken_call])
-@pytest.mark.parametrize("scopes", [(), ("attn",), ("mlp",)])
+@pytest.mark.parametrize(
+    ("scopes", "broken"),
+    [((), _broken_call), ((), _broken_step), (("attn",), _broken_step), (("mlp",), _broken_call)],
+)
 def test_what_is_garbage_is_collected_before_the_next_step(
     scopes: tuple[str, ...], broken: Callable[[Trainer], object]
 ) -> None:

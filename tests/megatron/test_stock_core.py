@@ -172,8 +172,7 @@ def test_another_norm_of_the_local_spec_stays(monkeypatch: pytest.MonkeyPatch) -
 
 
 @cores_final_norm
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("qk_layernorm", [False, True], ids=["no q and k norm", "q and k norm"])
+@pytest.mark.parametrize(("normalization", "qk_layernorm"), [("LayerNorm", False), ("RMSNorm", True)])
 def test_every_norm_of_a_layer_is_ours_and_keeps_the_bits_and_the_checkpoints_of_cores(
     normalization: str, qk_layernorm: bool
 ) -> None:
