@@ -7,9 +7,7 @@ variable OUT, the figures are written there as real_hosts.json.
 
 import dataclasses
 import importlib.util
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ from model_specs import te_layer_spec
 from torch import distributed
 from torch.profiler import profile
 from worlds import World, Worlds
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not installed
 
 import megagraph
 from benchmarks.measuring.clocks import ACTIVITIES

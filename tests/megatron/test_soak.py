@@ -16,12 +16,11 @@ from torch import nn
 import megagraph
 
 EVENTS = 30
-SEEDS = [range(first, first + 3) for first in (1, 4)]
+SEEDS = (1, 2, 3, 5, 6)  # of kinds of models that differ
 
 
-@pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_any_order_of_events_leaves_eager_bits(seeds: range) -> None:
-    outcomes = [run(draw(seed, EVENTS)) for seed in seeds]
+def test_any_order_of_events_leaves_eager_bits() -> None:
+    outcomes = [run(draw(seed, EVENTS)) for seed in SEEDS]
     assert {it.text for it in outcomes if it.has_failed} == set()
     assert all(it.replays for it in outcomes if it.failure is None)
     assert sum(it.done.total() for it in outcomes) > EVENTS

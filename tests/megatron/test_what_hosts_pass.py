@@ -72,44 +72,20 @@ def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(
     assert rig.eager_since(rig.report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": rig.LAYERS}
 
 
-def test_a_field_that_dense_layers_do_not_read_changes_nothing(install: rig.Install) -> None:
-    """`tokens_per_sample` is for a loss of experts; `seq_idx` is below."""
-    trainer = trained(install)
-    params = rig.ONE.params(trainer.device)
-    if not hasattr(params, "tokens_per_sample"):
-        pytest.skip("this release of megatron-core has no tokens_per_sample")
-    before = rig.report_of(trainer)["replays"]
-    expected = call(trainer).clone()
-    given = dataclasses.replace(params, tokens_per_sample=rig.ONE.physical)
-    assert torch.equal(call(trainer, packed_seq_params=given), expected)
-    assert rig.report_of(trainer)["replays"] == before + 2 * rig.LAYERS
-
-
 def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: rig.Install) -> None:
-    """Bug: the canonical pack was made of the class's fields alone."""
+    """And changes nothing: `tokens_per_sample` is for a loss of experts; `seq_idx` is below.
+
+    Bug: the canonical pack was made of the class's fields alone.
+    """
     trainer = trained(install)
-    before = rig.report_of(trainer)["replays"]
+    before, expected = rig.report_of(trainer)["replays"], call(trainer).clone()
     params = rig.ONE.params(trainer.device)
-    params.seq_lens = [9, 20]
+    params.seq_lens, params.tokens_per_sample = [9, 20], rig.ONE.physical
     seen = given_to(trainer.chunk.decoder)
-    call(trainer, packed_seq_params=params)
-    assert rig.report_of(trainer)["replays"] == before + rig.LAYERS
+    assert torch.equal(call(trainer, packed_seq_params=params), expected)
+    assert rig.report_of(trainer)["replays"] == before + 2 * rig.LAYERS
     (given,) = seen
     assert given["packed_seq_params"] is not params and given["packed_seq_params"].seq_lens == [9, 20]
-
-
-def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair: rig.Pair) -> None:
-    """Bug: graphs were captured for packs of its class, which could not be made."""
-
-    class OtherParams(PackedSeqParams):
-        def __init__(self, further: str, **fields: Any) -> None:
-            """Of a host's class, which is not made of a pack's fields alone."""
-            super().__init__(**fields)
-            self.further = further
-
-    others = rig.Micro(lengths=(4,) * 9, pack=lambda made: OtherParams("a host's", **vars(made)))
-    pair.step(rig.ONE, others, times=3)
-    pair.ran(2 * rig.LAYERS, WARMING_UP=rig.LAYERS, TOO_MANY_SEQUENCES=3 * rig.LAYERS)
 
 
 def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
