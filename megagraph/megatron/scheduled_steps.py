@@ -5,26 +5,27 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from megagraph._C import PackDealing
 from megagraph.megatron.parallel.context import ContextGroups
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
-from megagraph.packs.schedule import (
-    Contents,
-    Document,
-    ScheduledPack,
-    ScheduleLimits,
-    contents_of,
-    deal,
-    gather_contents,
-    schedule_packs,
-    share,
-)
+from megagraph.packs.schedule import Document, ScheduledPack, ScheduleLimits, schedule_packs, share
 
 __all__ = ["MicroBatch", "ScheduledSteps"]
+
+
+class _Contents(NamedTuple):
+    """What one rank brings to a step."""
+
+    limits: Mapping[str, Any]  # that it schedules by, by name
+    lengths: tuple[int, ...] = ()  # of its documents, in tokens
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()  # of their tensors, by name; empty without a document
+    error: str | None = None  # what is wrong with them, for all ranks to hear
+    is_over: bool = False  # it has no further step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,21 +99,65 @@ class ScheduledSteps:
 
     def __next__(self) -> list[MicroBatch]:
         documents = next(self._documents, None)
-        own = Contents(is_over=True) if documents is None else contents_of(documents)
-        every = gather_contents(own._replace(limits=self._limits.as_dict()), self._groups.parent)
+        every = self._gather(self._contents_of(documents))
         over = [rank for rank, contents in enumerate(every) if contents.is_over]
         if len(over) == len(every):
             raise StopIteration
         if over:
             raise ValueError(f"expected a step of every rank, got none of ranks {over}")
+        # The documents of every rank are counted through, rank 0's first.
         lengths = [length for contents in every for length in contents.lengths]
-        schedule = schedule_packs(lengths, self._limits)
-        dealt = deal(documents or (), every, schedule, self._limits, self._groups.parent, self._device)
-        packs = schedule.of_rank(self._groups.rank)
+        schedule, group = schedule_packs(lengths, self._limits), self._groups.parent
+        names, types = zip(*next(contents.dtypes for contents in every if contents.lengths), strict=True)
+        dealing = PackDealing(schedule, self._limits, [contents.lengths for contents in every], group.rank())
+        own = [[document[name] for name in names] for document in documents or ()]
+        sent, taken_rows = dealing.outgoing(own, types, self._device), dealing.taken_rows
+        taken = sent.new_empty(sum(taken_rows), sent.size(1))
+        # Every byte goes to those ranks only that need it.
+        distributed.all_to_all_single(taken, sent, taken_rows, dealing.sent_rows, group=group)
         return [
-            self._micro_batch(pack, tensors, [lengths[index] for index in pack.documents])
-            for pack, tensors in zip(packs, dealt, strict=True)
+            self._micro_batch(
+                pack, dict(zip(names, tensors, strict=True)), [lengths[index] for index in pack.documents]
+            )
+            for pack, tensors in zip(schedule.of_rank(group.rank()), dealing.packs(taken, types), strict=True)
         ]
+
+    def _contents_of(self, documents: Sequence[Document] | None) -> _Contents:
+        """Describes this rank's documents; says what is wrong with them instead of raising."""
+        contents = _Contents(self._limits.as_dict(), is_over=documents is None)
+        lengths: list[int] = []
+        dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+        for index, document in enumerate(documents or ()):
+            own = tuple(sorted((name, tensor.dtype) for name, tensor in document.items()))
+            shapes = sorted({tuple(tensor.shape) for tensor in document.values()})
+            wrong = ""
+            if not own or (dtypes and own != dtypes):
+                wrong = f"expected tensors {dict(dtypes) or ''}, got {dict(own)}"
+            elif len(shapes) != 1 or len(shapes[0]) != 1:
+                wrong = f"expected tensors of one shape [L], got {shapes}"
+            if wrong:
+                return contents._replace(error=f"document {index}: {wrong}")
+            dtypes = own
+            lengths += shapes[0]
+        return contents._replace(lengths=tuple(lengths), dtypes=dtypes)
+
+    def _gather(self, own: _Contents) -> list[_Contents]:
+        """What every rank brings, by rank. Raises on every rank alike."""
+        every = [own] * self._groups.num_ranks
+        distributed.all_gather_object(every, own, group=self._groups.parent)
+        for name in own.limits:
+            said = {rank: contents.limits.get(name) for rank, contents in enumerate(every)}
+            if len(set(said.values())) > 1:
+                each = ", ".join(f"{value} on rank {rank}" for rank, value in said.items())
+                raise ValueError(f"{name}: expected limits that are the same on every rank, got {each}")
+        for rank, contents in enumerate(every):
+            if contents.error is not None:
+                raise ValueError(f"rank {rank}: {contents.error}")
+        found = {contents.dtypes: rank for rank, contents in enumerate(every) if contents.lengths}
+        if len(found) > 1:
+            described = "; ".join(f"rank {rank}: {dict(dtypes)}" for dtypes, rank in found.items())
+            raise ValueError(f"expected documents with the same tensors on every rank, got {described}")
+        return every
 
     def _micro_batch(
         self, pack: ScheduledPack, tensors: Mapping[str, Tensor], lengths: list[int]
