@@ -113,7 +113,8 @@ def run_steps(options: argparse.Namespace, config: GraphConfig, around: _Around)
         undo.callback(megagraph.uninstall)
         with contextlib.ExitStack() as schedules, contextlib.suppress(EnoughError, SystemExit):
             for schedule in seams.SCHEDULES:
-                seams.stand_in(schedules, schedule.owner(), schedule.name, wrapped(schedule.function()))
+                instead = {schedule.name: wrapped(schedule.function())}
+                schedules.enter_context(seams.stand_in(schedule.owner(), **instead))
             run_script(options)
         return plugin.reports()
 

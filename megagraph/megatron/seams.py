@@ -84,18 +84,20 @@ class Seam:
         return ", ".join(name for name in self.parameters if name not in parameters)
 
 
-def stand_in(afterwards: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Puts something in an attribute's place, the owner's own or an inherited one, until a stack closes."""
-    own = vars(owner)
+def stand_in(owner: Any, **values: Any) -> contextlib.ExitStack:
+    """Puts values in the place of attributes, own or inherited ones, until what it returns is closed."""
+    own, put_back = vars(owner), contextlib.ExitStack()
     put: Callable[[str, Any], None] = functools.partial(setattr, owner)
     remove: Callable[[str], None] = functools.partial(delattr, owner)
     if isinstance(own, dict):  # of an instance, where torch's modules look at each value
         put, remove = own.__setitem__, own.__delitem__
-    if name in own:
-        afterwards.callback(put, name, own[name])
-    else:
-        afterwards.callback(remove, name)
-    put(name, value)
+    for name, value in values.items():
+        if name in own:
+            put_back.callback(put, name, own[name])
+        else:
+            put_back.callback(remove, name)
+        put(name, value)
+    return put_back
 
 
 # -- schedules and models ------------------------------------------------------------------------

@@ -547,7 +547,8 @@ def capturing() -> Iterator[None]:
         )
         are_fixed = torch.cuda.is_available() and not streams.is_graph_safe_cuda_rng_tracker(tracker)
         for owner, name, instead in swaps if are_fixed else ():
-            stand_in(afterwards, owner, name, _outside_of_captures(getattr(owner, name), instead))
+            swap = _outside_of_captures(getattr(owner, name), instead)
+            afterwards.enter_context(stand_in(owner, **{name: swap}))
         yield
 
 

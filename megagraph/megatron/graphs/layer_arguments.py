@@ -159,13 +159,11 @@ def _handed_to_decoder(
     given = {each.name: None for each in named if each.default is each.empty}
     if any(each.kind is each.VAR_KEYWORD for each in parameters):  # which may hand them on
         given |= dict.fromkeys(GPT_FORWARD.parameters)
-    model.__dict__["decoder"] = _HandsBack(model.get_submodule("decoder"))  # found before the module
-    try:
-        forward(**{**given, "decoder_input": hidden_states, "packed_seq_params": params})
-    except _Handed as handed:
-        return {name: value for name, value in handed.args[0].items() if name != "packed_seq_params"}
-    finally:
-        del model.__dict__["decoder"]
+    with stand_in(model, decoder=_HandsBack(model.get_submodule("decoder"))):  # found before the module
+        try:
+            forward(**{**given, "decoder_input": hidden_states, "packed_seq_params": params})
+        except _Handed as handed:
+            return {name: value for name, value in handed.args[0].items() if name != "packed_seq_params"}
     raise AssertionError("the model's forward did not call its decoder")
 
 
@@ -203,8 +201,9 @@ class MlaTables:
         with contextlib.ExitStack() as afterwards:
             for embedding in _embeddings(block):
                 answers = of_variant.setdefault(embedding, {})
-                for name in filter(functools.partial(hasattr, embedding), (_ANGLES, _COSINES)):
-                    stand_in(afterwards, embedding, name, self._kept(answers, embedding, name))
+                names = filter(functools.partial(hasattr, embedding), (_ANGLES, _COSINES))
+                kept = {name: self._kept(answers, embedding, name) for name in names}
+                afterwards.enter_context(stand_in(embedding, **kept))
             yield
 
     def _kept(self, answers: _Answers, embedding: nn.Module, name: str) -> Callable[..., Any]:

@@ -4,9 +4,8 @@
 Patches nothing, and does not know how graphs are captured.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -85,7 +84,8 @@ class GraphedModel:
         self._begin()
         self._row: Tensor | None = None  # one of hidden states, on no device
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
-        self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
+        # What a forward of it runs, padded or as given; None around one that is not the plugin's.
+        self.running: MicroBatch | EagerReason | None = None
         self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
         self.rehearses = False  # captures to come, for somebody who asks what they would be
         self._training_steps, self._has_told_of_misfits = 0, False
@@ -116,15 +116,6 @@ class GraphedModel:
         if refusal is not None:
             self.context.refuse(refusal.sentence)
             log.warning(str(refusal))
-
-    @contextlib.contextmanager
-    def runs(self, batch: MicroBatch | EagerReason | None) -> Iterator[None]:
-        """Around a forward of the model: says what it runs; None if that is not the plugin's."""
-        outer, self.running = self.running, batch
-        try:
-            yield
-        finally:
-            self.running = outer
 
     def reason_against_rows(self) -> EagerReason | None:
         """Why no rows may be added where the model is entered; None where they may.

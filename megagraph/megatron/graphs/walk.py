@@ -134,7 +134,7 @@ class LayersOneByOne:
             plan = self._captures.plan
             for index, layer in enumerate(plan.layers()):
                 run = functools.partial(self._run, index, is_mamba(layer), layer.forward)
-                stand_in(afterwards, layer, "forward", run)
+                afterwards.enter_context(stand_in(layer, forward=run))
             yield
 
     def _run(self, index: int, is_mamba: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

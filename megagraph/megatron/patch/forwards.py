@@ -12,7 +12,6 @@ is the capacity's, so the pack is marked, by which RoPE inside of them is ours. 
 rows: any that are added before the embedding, as under sequence parallelism, would change them.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +45,7 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
                 return original(model, *args, **kwargs)
             graphs = plugin.graphs_of_model(model)
         if is_inference:
-            with graphs.runs(None):
+            with stand_in(graphs, running=None):
                 return original(model, *args, **kwargs)
         entries = graphs.entries
         if not has_forwards(model, entries.model.forward, entries.block.forward):
@@ -56,7 +55,7 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
             return act(model, *args, **kwargs)
         reached, of_block = doors.reached, entries.block.reached
         if doors.is_own is None and not doors.problem:
-            with graphs.runs(EagerReason.WARMING_UP):  # its block says what that is given
+            with stand_in(graphs, running=EagerReason.WARMING_UP):  # its block says what that is given
                 out = original(model, *args, **kwargs)
         else:
             out = original(model, *args, **kwargs)
@@ -103,7 +102,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         if is_untouched:
             if not len(model.decoder.layers):  # any more
                 graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
-            with graphs.runs(None):
+            with stand_in(graphs, running=None):
                 return original(model, *args, **kwargs)
         run, params = original, get("packed_seq_params")
         if graphs.context.is_dynamic:
@@ -131,7 +130,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
                 if outer is None and not is_step:
                     return run(model, *args, **kwargs)
             reached = entries.block.reached
-            graphs.running = batch  # as `graphs.runs()`, without its calls
+            graphs.running = batch  # as `stand_in()`, without its calls
             out = run(model, *args, **kwargs)
             if batch is not None and entries.block.reached == reached:
                 graphs.count_as_given(entries.block_missed(batch))
@@ -209,11 +208,8 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         if loop is None:
             rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
             no_mask = given.pop("attention_mask")
-            with contextlib.ExitStack() as afterwards:
-                if is_first:
-                    hidden_states = rows
-                else:
-                    stand_in(afterwards, block, "input_tensor", rows)
+            hidden_states, instead = (rows, {}) if is_first else (hidden_states, {"input_tensor": rows})
+            with stand_in(block, **instead):
                 out = original(block, hidden_states, no_mask, *args, **given)
             out = batch.cut(out)
             graphs.verifier.keep_gradient(batch, out)

@@ -51,9 +51,8 @@ def _wrap(seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> 
     for name, wrap in ((seam.name, wrapper), ("__call__", call)):
         if wrap is not None:
             original = getattr(owner, name)
-            ours, put_back = functools.wraps(original)(wrap(original)), contextlib.ExitStack()
-            seams.stand_in(put_back, owner, name, ours)
-            _undo.callback(_put_back, put_back, owner, name, ours)
+            ours = functools.wraps(original)(wrap(original))
+            _undo.callback(_put_back, seams.stand_in(owner, **{name: ours}), owner, name, ours)
 
 
 def _put_back(put_back: contextlib.ExitStack, owner: Any, name: str, ours: Callable[..., Any]) -> None:

@@ -34,7 +34,6 @@ The `forward_step` of Megatron's own script makes a pack, and asks for the plan 
 was made last in the step of a micro-batch still lives and is of just as many rows, it was left out.
 """
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,9 +73,7 @@ def wrap_step(plugin: Plugin, original: _Function) -> _Function:
             make(pack, *given, **fields)
             plugin.last_pack = weakref.ref(pack)
 
-        with contextlib.ExitStack() as afterwards:
-            stand_in(afterwards, plugin, "last_pack", None)
-            stand_in(afterwards, packs, "__init__", init)
+        with stand_in(plugin, last_pack=None), stand_in(packs, __init__=init):
             return original(*args, **kwargs)
 
     return combined_forward_backward_step
@@ -191,7 +188,7 @@ class _Passage:
         batch = self._batch
         if not isinstance(batch, MicroBatch):
             return _run(submodule, mixture, node, hidden_states)
-        with self._graphs.runs(batch):
+        with stand_in(self._graphs, running=batch):
             attended: Tensor | None = None
             if self._replays:
                 out, front = self._replay(index, node, hidden_states)
@@ -206,11 +203,8 @@ class _Passage:
                 attended = out
             if attended is None and index == 0:
                 hidden_states = batch.pad(hidden_states)
-            with contextlib.ExitStack() as afterwards:
-                for name, value in batch.layer_arguments().items():
-                    stand_in(afterwards, node.chunk_state, name, value)
-                if attended is not None:
-                    stand_in(afterwards, layer, "_forward_attention", lambda **_: (attended, None))
+            attention = {} if attended is None else {"_forward_attention": lambda **_: (attended, None)}
+            with stand_in(node.chunk_state, **batch.layer_arguments()), stand_in(layer, **attention):
                 return _run(submodule, mixture, node, hidden_states)
 
     def _replay(self, index: int, node: Any, before: Tensor) -> tuple[Any, _Function | None]:
@@ -287,6 +281,5 @@ def _run(submodule: _Function, mixture: Any, node: Any, hidden_states: Tensor) -
     if mixture is None or mask is None:
         return submodule(node, hidden_states)
     mask = mask.transpose(0, 1).bool()  # as `MoELayer.forward` has it
-    with contextlib.ExitStack() as afterwards:
-        stand_in(afterwards, mixture, "route", functools.partial(mixture.route, padding_mask=mask))
+    with stand_in(mixture, route=functools.partial(mixture.route, padding_mask=mask)):
         return submodule(node, hidden_states)

@@ -18,7 +18,6 @@ With `delay_wgrad_compute` Transformer Engine's linear layers queue what the gra
 be made of, and `backward_dw()` makes them. Core's own leave nothing to be done.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,9 +76,7 @@ def _run_half(
     """One half of a layer; inside of its forward if that is a host's, with others in place of its halves."""
     if not is_replaced(layer, LAYER_FORWARD):
         return own()
-    with contextlib.ExitStack() as afterwards:
-        for name, other in others.items():
-            stand_in(afterwards, layer, name, other)
+    with stand_in(layer, **others):
         out, _context = layer.forward(hidden_states=entered, **arguments)
     return out
 
