@@ -144,7 +144,7 @@ class Bank(_C.GraphBank):
         gc.disable()
         try:
             self.drop(variant.spec.key for variant in order)
-            for prepare in (self._warm_up, self._learn_memory):
+            for prepare in (self.warm_up, self._learn_memory):
                 for variant in order:
                     with variant.spec.context():
                         prepare(variant)
@@ -165,24 +165,6 @@ class Bank(_C.GraphBank):
             self.become(_C.BankState.SEALED)
             self.capture_seconds += time.perf_counter() - start
 
-    def rehearse(self, variants: Iterable[VariantSpec]) -> tuple[int, int]:
-        """Warms variants up as `capture()` does, and captures nothing: sites that fail stay eager.
-
-        Returns the bytes that the pools would keep between passes, and the most that one site needed beside
-        them, which only a GPU's allocator counts.
-        """
-        self.rng.expect_streams()
-        kept = most = 0
-        for spec in variants:
-            variant = CapturedVariant(spec, self.num_slots)
-            before = self.backend.most_bytes(anew=True)
-            with spec.context():
-                self._warm_up(variant)
-            of_sites = [variant.kept_bytes[index] for index in self.graphable()]
-            kept = max(kept, sum(of_sites))
-            most = max(most, self.backend.most_bytes(anew=False) - before - max(of_sites, default=0))
-        return kept * self.num_slots, most
-
     def _plan(self, variant: CapturedVariant, slot: int) -> CapturePlan:
         backend, rng, options = self.backend, self.rng, self.options
         return CapturePlan(backend, rng, options, self.gaps, self.graphable(), variant, slot)
@@ -200,7 +182,8 @@ class Bank(_C.GraphBank):
             again()
         return None
 
-    def _warm_up(self, variant: CapturedVariant) -> None:
+    def warm_up(self, variant: CapturedVariant) -> None:
+        """Before a capture, in its context: runs every site once; what no graph can replace stays eager."""
         self._without_failing(lambda: self._plan(variant, 0).warm_up())
 
     def _learn_memory(self, variant: CapturedVariant) -> None:

@@ -6,15 +6,18 @@ Nothing is captured: every layer is warmed up as before a capture, which finds w
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from megagraph.bank.bank import Bank
+from megagraph.bank.sites import CapturedVariant, VariantSpec
 from megagraph.cli.scripts import EnoughError, run_steps
 from megagraph.config import GraphConfig
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin
+from megagraph.megatron.seams import stand_in
 
-__all__ = ["rehearse"]
+__all__ = ["rehearse", "warm_up"]
 
 
 def rehearse(options: argparse.Namespace, config: GraphConfig) -> list[dict[str, Any]]:
@@ -33,12 +36,13 @@ def rehearse(options: argparse.Namespace, config: GraphConfig) -> list[dict[str,
 
 
 def _look(graphs: GraphedModel) -> dict[str, Any]:
-    graphs.rehearses = True
-    graphs.at_step_boundary()
-    captures, bank = graphs.captures, graphs.captures.bank
+    captures, found = graphs.captures, [(0, 0)]
+    with stand_in(captures, capture=lambda variants: found.append(warm_up(captures.bank, variants))):
+        graphs.at_step_boundary()
+    bank, (kept, beside) = captures.bank, found[-1]
+    captures.failures += bank.take_failures()
     names = [site.name for site in bank.specs]
     graphed = [] if graphs.refusal is not None else [names[index] for index in bank.graphable()]
-    kept, beside = captures.rehearsed or (0, 0)
     report = graphs.report()
     return {
         "model": graphs.name,
@@ -51,3 +55,22 @@ def _look(graphs: GraphedModel) -> dict[str, Any]:
         # Without a GPU nobody counts what a layer needs beside.
         "pool_bytes": [kept, kept + beside] if graphed else [0, 0],
     }
+
+
+def warm_up(bank: Bank, variants: Iterable[VariantSpec]) -> tuple[int, int]:
+    """Warms variants up as `Bank.capture()` does, and captures nothing: sites that fail stay eager.
+
+    Returns the bytes that the pools would keep between passes, and the most that one site needed beside
+    them, which only a GPU's allocator counts.
+    """
+    bank.rng.expect_streams()
+    kept = most = 0
+    for spec in variants:
+        variant = CapturedVariant(spec, bank.num_slots)
+        before = bank.backend.most_bytes(anew=True)
+        with spec.context():
+            bank.warm_up(variant)
+        of_sites = [variant.kept_bytes[index] for index in bank.graphable()]
+        kept = max(kept, sum(of_sites))
+        most = max(most, bank.backend.most_bytes(anew=False) - before - max(of_sites, default=0))
+    return kept * bank.num_slots, most

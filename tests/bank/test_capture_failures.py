@@ -15,6 +15,7 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph.cli.rehearsal import warm_up
 from megagraph.log import log
 from megagraph.reasons import EagerReason
 
@@ -279,7 +280,7 @@ def test_a_rehearsal_finds_what_a_warm_up_would_counts_what_is_kept_and_leaves_n
     pair = pair_with(device, troubled, num_slots=2)
     before, state = contents(pair), pair.bank.state
     troubled.arm()
-    pair.bank.rehearse([variant(), variant("longer", rows=20)])
+    warm_up(pair.bank, [variant(), variant("longer", rows=20)])
     (failure,) = pair.bank.failures
     assert (failure.site, failure.reason) == ("2.Troubled", EagerReason.CAPTURE_FAILED)
     assert pair.bank.state == state and pair.bank.captured == {} and pair.bank.all_free()
@@ -287,6 +288,6 @@ def test_a_rehearsal_finds_what_a_warm_up_would_counts_what_is_kept_and_leaves_n
 
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     bank = Pair(device, layers, num_slots=2).bank
-    kept, beside = bank.rehearse([variant("short", rows=32), variant("long", rows=64)])
+    kept, beside = warm_up(bank, [variant("short", rows=32), variant("long", rows=64)])
     # Of each layer its output alone, in 4 bytes a number: it saves no other tensor of its own.
     assert kept == 2 * 3 * 64 * WIDTH * 4 and (beside > 0) == (device != "cpu")

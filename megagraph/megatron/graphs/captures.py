@@ -97,8 +97,6 @@ class Captures:
         self._mla_tables = MlaTables()
         self.verifier = Verifier(config, peers)
         self.failures: list[str] = []  # what stays eager, in words
-        # Bytes that pools would keep, and one layer beside them.
-        self.rehearsed: tuple[int, int] | None = None
         self._last_holders = ""
         self._progress = capture_progress() if config.progress else None
         self._begin(former=None)
@@ -186,11 +184,6 @@ class Captures:
         shapes = "; ".join(dict.fromkeys(str(variant.key.capacity) for variant in variants))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
-
-    def rehearse(self, variants: Sequence[VariantSpec]) -> None:
-        """Finds out, without a graph, what `capture()` would leave eager, and what memory it would take."""
-        self.rehearsed = self.bank.rehearse(variants)
-        self.failures += self.bank.take_failures()
 
     def prepared(self, keys: Sequence[VariantKey], row: Tensor) -> list[VariantSpec]:
         """Variants of rows such as this one, to be captured at once: settles which layers stay eager."""

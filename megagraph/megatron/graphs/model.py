@@ -87,7 +87,6 @@ class GraphedModel:
         # What a forward of it runs, padded or as given; None around one that is not the plugin's.
         self.running: MicroBatch | EagerReason | None = None
         self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
-        self.rehearses = False  # captures to come, for somebody who asks what they would be
         self._training_steps, self._has_told_of_misfits = 0, False
         self._last_counters: dict[str, int] = {}  # in the log
 
@@ -308,9 +307,6 @@ class GraphedModel:
         due = self._due
         self.changes.make_room()
         variants = self.captures.prepared(self.dispatcher.variants(kinds), self._row)
-        if self.rehearses:
-            self.captures.rehearse(variants)
-            return
         self.captures.capture(variants)
         # Nor has a bank captured any whose place this one has just taken.
         self.changes.follow_capture(is_first=not due.captured)
