@@ -209,16 +209,14 @@ def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:
         module, seams = _ROPE, [MLA_ROPE if is_mla else ATTENTION_ROPE]
     own = vars(importlib.import_module(module))
     parts = [own[name] for name in _ROPE_PARTS if name in own]
-    for function in (*(_below_ours(seam.function()) for seam in seams), *parts):
-        if getattr(function, "__globals__", None) is not own:
-            return called_name(function)
-    return None
+    functions = (*(_below_ours(seam.function()) for seam in seams), *parts)
+    return next((called_name(function) for function in functions if made_in(function) != module), None)
 
 
 def is_megatrons_rope(function: Callable[..., Any]) -> bool:
     """Whether unfused RoPE of packs is Megatron's, `function` and what it calls for them."""
-    own = vars(importlib.import_module(_ROPE))
-    return all(getattr(part, "__globals__", None) is own for part in (function, own[_ROPE_PARTS[0]]))
+    part = getattr(importlib.import_module(_ROPE), _ROPE_PARTS[0])
+    return made_in(function) == made_in(part) == _ROPE
 
 
 @functools.cache
