@@ -204,9 +204,6 @@ class Verification:
                 given = out
             del out, outputs, kept  # nobody may hold one that is transient
 
-    def _staged(self, index: int, given: Tensor) -> Tensor:
-        return self._variant.staged(given, self._example.sources) if self._bank.is_entry(index) else given
-
     def _run_backwards(self) -> None:
         grad = self._example.grad
         while self._flights:
@@ -262,7 +259,9 @@ class Verification:
         try:
             with contextlib.nullcontext() if kept is None else kept.put_back_afterwards():
                 with lent(), swap, torch.set_grad_enabled(has_backward):
-                    outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
+                    is_entry = self._bank.is_entry(flight.index)
+                    given = self._variant.staged(leaf, self._example.sources) if is_entry else leaf
+                    outputs = as_tuple(site.call(given, **self._arguments))
                     if has_backward:
                         self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
                         torch.autograd.backward([it for it in outputs if it.requires_grad], flight.grads)

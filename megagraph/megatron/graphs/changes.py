@@ -230,7 +230,13 @@ class Changes:
         """
         bank, states = self._captures.bank, self._states
         if not states.agree(largest) and bank.variants:
-            self._raise_for_ranks()
+            of_ranks = self._peers.gather(self._what_changed() or "nothing")
+            said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
+            raise RuntimeError(
+                "inside a step the layers' state changed on some of the ranks that run the same packs and "
+                "not on others: expected every rank to run the same program. Changed since the graphs were "
+                f"captured: {said}"
+            )
         self._new_in_a_row = self._new_in_a_row + 1 if states.is_new else 0
         if states.is_new:
             self._name_what_changed()
@@ -243,15 +249,6 @@ class Changes:
     def _what_changed(self) -> str:
         watch = self._captures.watch
         return _differences(self._items, watch.state_items())
-
-    def _raise_for_ranks(self) -> None:
-        of_ranks = self._peers.gather(self._what_changed() or "nothing")
-        said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
-        raise RuntimeError(
-            "inside a step the layers' state changed on some of the ranks that run the same packs and not on "
-            "others: expected every rank to run the same program. Changed since the graphs were captured: "
-            + said
-        )
 
     def _name_what_changed(self) -> None:
         if self._has_warned and self._new_in_a_row > self._most:  # a walk over everything, in each step

@@ -169,7 +169,6 @@ def _handed_to_decoder(
 
 # The angles; with fused RoPE of YaRN, cosines and sines of them, out of buffers that a longer pack replaces.
 _ANGLES, _COSINES = "forward", "get_cached_cos_sin"
-_Answers = dict[Hashable, Any]
 
 
 class MlaTables:
@@ -183,7 +182,7 @@ class MlaTables:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, weakref.WeakKeyDictionary[nn.Module, _Answers]] = {}
+        self._answers: dict[Hashable, dict[Hashable, Any]] = {}
 
     def keep(self, variants: Container[Hashable]) -> None:
         """Lets go of what other variants were answered, whose graphs were dropped."""
@@ -197,20 +196,21 @@ class MlaTables:
         embedding itself and compared with what is kept, which waits for the device: a warm-up has to come
         before a capture.
         """
-        of_variant = self._answers.setdefault(variant, weakref.WeakKeyDictionary())
+        answers = self._answers.setdefault(variant, {})  # with other embeddings no variant stays
         with contextlib.ExitStack() as afterwards:
-            for embedding in _embeddings(block):
-                answers = of_variant.setdefault(embedding, {})
+            for number, embedding in enumerate(_embeddings(block)):
                 names = filter(functools.partial(hasattr, embedding), (_ANGLES, _COSINES))
-                kept = {name: self._kept(answers, embedding, name) for name in names}
+                kept = {name: self._kept(answers, number, embedding, name) for name in names}
                 afterwards.enter_context(stand_in(embedding, **kept))
             yield
 
-    def _kept(self, answers: _Answers, embedding: nn.Module, name: str) -> Callable[..., Any]:
+    def _kept(
+        self, answers: dict[Hashable, Any], number: int, embedding: nn.Module, name: str
+    ) -> Callable[..., Any]:
         ask = getattr(embedding, name)
 
         def answer(*args: Hashable, **named: Hashable) -> Any:
-            question = name, args, tuple(sorted(named.items()))
+            question = number, name, args, tuple(sorted(named.items()))
             if question not in answers:
                 with _put_back(embedding):
                     made = ask(*args, **named)
@@ -222,8 +222,7 @@ class MlaTables:
         return answer
 
     def _shared(self, made: Any) -> Any:
-        by_embedding = (answers for of_variant in self._answers.values() for answers in of_variant.values())
-        distinct = {id(table): table for answers in by_embedding for table in answers.values()}
+        distinct = {id(table): table for answers in self._answers.values() for table in answers.values()}
         # The cache alone has what equals another one, and no graph reads that.
         unseen = ReadTrace.unseen
         return next((known for known in distinct.values() if unseen(are_equal, known, made)), made)

@@ -164,12 +164,15 @@ class LayersOneByOne:
             hidden, further = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
             return hidden
 
+        steps = self._steps[index]
+        if not steps[0].parts:  # all of it is its own forward: the call, with its hooks, is what came here
+            steps = [dataclasses.replace(steps[0], run=run_forward)]
         if whole is None and index > 0:
             whole = self._batch.pad(given)
         self._is_running, bank = True, self._captures.bank
         try:
             out = _walk(
-                self._steps_of(index, run_forward),
+                steps,
                 bank.sites if self._replays else (),
                 self._batch,
                 given if whole is None else whole,
@@ -181,13 +184,6 @@ class LayersOneByOne:
             self._is_running = False
         self._whole, self._cut = out, self._batch.first_rows(out)
         return self._cut if further is None else (self._cut, *further)
-
-    def _steps_of(self, index: int, run_forward: Callable[..., Tensor]) -> Sequence[LayerStep]:
-        """Of a layer. All of it is its own forward: the call, with its hooks, is what came here."""
-        steps = self._steps[index]
-        if steps[0].parts:
-            return steps
-        return [dataclasses.replace(steps[0], run=run_forward)]
 
     def _is_expected(self, is_mamba: bool, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
         if (
