@@ -113,20 +113,19 @@ class Replays:
 
     def begun(self, batch: Any) -> Any:
         """Begins a micro-batch as its block's forward does. Raises `RuntimeError` where it cannot replay."""
-        loop = self._graphs.begin(batch, self.hidden, None, None)
-        if loop is None:
+        if self._graphs.begin(batch, self.hidden, None, None) is None:
             raise RuntimeError(f"a micro-batch ran eager: {batch.reason.name}")
-        return loop
+        return batch
 
-    def end(self, loop: Any) -> None:
+    def end(self, batch: Any) -> None:
         """Ends what was begun."""
-        self._graphs.dispatcher.end(loop.batch)
+        self._graphs.dispatcher.end(batch)
 
     def replayed(self) -> Any:
         """What all layers make of a micro-batch, [tokens, 1, hidden]."""
-        loop = self.begun(self.decided())
+        batch = self.begun(self.decided())
         out = self.bank.replay_all(self.hidden)
-        self.end(loop)
+        self.end(batch)
         return out
 
 

@@ -227,11 +227,11 @@ def _time_replays(trainer: Trainer) -> Answer:
         start = time.perf_counter()
         batch = replays.decided()
         decided = time.perf_counter()
-        loop = replays.begun(batch)
+        replays.begun(batch)
         begun = time.perf_counter()
         out = bank.replay_all(hidden)
         done = time.perf_counter()
-        replays.end(loop)
+        replays.end(batch)
         ended = time.perf_counter()
         nothing = hidden.view_as(hidden)
         backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad)) / layers

@@ -20,7 +20,6 @@ from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
-from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.peers import HostGroup, Peers
@@ -175,8 +174,8 @@ class GraphedModel:
         self.unlearned = None
         self.dispatcher.count_eager(reason)
 
-    def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> LayerLoop | None:
-        """Leases a slot for a micro-batch and returns the loop that replays it; None runs it eager.
+    def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> int | None:
+        """Leases a slot for a micro-batch and returns the variant whose graphs replay it; None runs it eager.
 
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
@@ -191,7 +190,7 @@ class GraphedModel:
         if variant is not None:
             if self.verifier.every:
                 self.verifier.keep_replayed(batch, hidden_states)
-            return LayerLoop(self.captures, batch, variant)
+            return variant
         assert batch.reason is not None
         self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
         has_other_rows = batch.is_as_given and self.tensor.shards_sequence

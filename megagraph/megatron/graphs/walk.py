@@ -19,8 +19,8 @@ from torch import Tensor
 from megagraph._C import Site
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import MicroBatch
-from megagraph.megatron.scopes.parts import given_to_mamba, is_mamba, run_layer
-from megagraph.megatron.scopes.plan import LayerStep, without_history
+from megagraph.megatron.scopes.parts import given_to_mamba, is_mamba
+from megagraph.megatron.scopes.plan import LayerStep
 from megagraph.megatron.seams import stand_in
 from megagraph.reasons import EagerReason
 
@@ -73,8 +73,8 @@ class LayerLoop:
     layer_number = 1  # read for the context of fp8, which is refused
 
     def __init__(self, captures: Captures, batch: MicroBatch, variant: int) -> None:
-        self._captures, self.batch, self.variant = captures, batch, variant
-        self.constants = captures.constants[variant]
+        self._captures, self._batch = captures, batch
+        self._constants, self._steps = captures.constants[variant], captures.steps[variant]
         self.kept: Mapping[str, Any] = {}  # of its block's arguments those that the call is not given
 
     def __call__(
@@ -86,23 +86,21 @@ class LayerLoop:
         **given: Any,
     ) -> tuple[Tensor, None]:
         """Runs every layer: its graph, or itself where its site answers so."""
-        captures, batch, arguments = self._captures, self.batch, {**self.kept, **given}
+        captures, batch, arguments = self._captures, self._batch, {**self.kept, **given}
         padding_mask = arguments.pop("padding_mask", None)
+        sites, of_layers = captures.bank.sites, self._steps
+        before_site = captures.before_sites and captures.before_sites()
         # The mask of the micro-batch is staged.
-        if padding_mask is not batch.mask or not self.constants.hold(arguments):
+        if padding_mask is not batch.mask or not self._constants.hold(arguments):
             table = arguments.get("rotary_pos_emb")
             captures.dispatcher.turn_eager(batch, hidden_states, table, padding_mask)
-            hidden_states, arguments = batch.pad(hidden_states), arguments | batch.layer_arguments()
-            for layer in captures.plan.layers():
-                hidden_states = without_history(run_layer(layer, hidden_states, arguments))
-            return hidden_states, None
-        bank, before_site = captures.bank, captures.before_sites and captures.before_sites()
-        if before_site is None:
-            out = bank.replay_all(hidden_states)
+            sites, of_layers = (), captures.plan.walk(())
+        elif before_site is None:
+            out = captures.bank.replay_all(hidden_states)
             if out is not NotImplemented:
                 return out, None
-        steps = itertools.chain.from_iterable(captures.steps[self.variant].values())
-        return _walk(steps, bank.sites, batch, hidden_states, arguments, before_site, is_padded=False), None
+        steps = itertools.chain.from_iterable(of_layers.values())
+        return _walk(steps, sites, batch, hidden_states, arguments, before_site, is_padded=False), None
 
 
 _NAMED = ("hidden_states", "attention_mask", "packed_seq_params")

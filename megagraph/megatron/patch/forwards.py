@@ -20,7 +20,7 @@ from megagraph._C import as_pack, by_name, has_forwards, without_ranks
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
-from megagraph.megatron.graphs.walk import LayersOneByOne
+from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
 from megagraph.megatron.patch.decision import decide
 from megagraph.megatron.plugin import Plugin, key_of
 from megagraph.megatron.seams import stand_in
@@ -44,14 +44,11 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
             if plugin.is_over or is_inference or is_ours(model) or not len(model.decoder.layers):
                 return original(model, *args, **kwargs)
             graphs = plugin.graphs_of_model(model)
-        if is_inference:
-            with stand_in(graphs, running=None):
-                return original(model, *args, **kwargs)
         entries = graphs.entries
         if not has_forwards(model, entries.model.forward, entries.block.forward):
             entries.find_doors(model)
         doors = entries.model
-        if doors.is_own is False and not doors.problem:
+        if is_inference or (doors.is_own is False and not doors.problem):
             return act(model, *args, **kwargs)
         reached, of_block = doors.reached, entries.block.reached
         if doors.is_own is None and not doors.problem:
@@ -204,8 +201,8 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
             graphs.look_at_table(table, get("packed_seq_params"), entered)
             graphs.count_as_given(batch, entered)
             return original(block, hidden_states, attention_mask, *args, **kwargs)
-        loop = graphs.begin(batch, entered, table, mask)
-        if loop is None:
+        variant = graphs.begin(batch, entered, table, mask)
+        if variant is None:
             rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
             no_mask = given.pop("attention_mask")
             hidden_states, instead = (rows, {}) if is_first else (hidden_states, {"input_tensor": rows})
@@ -214,6 +211,7 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
             out = batch.cut(out)
             graphs.verifier.keep_gradient(batch, out)
             return out
+        loop = LayerLoop(graphs.captures, batch, variant)
         if kept:
             _args, given = by_name(further_names, args, kwargs)
             loop.kept = {name: given.get(name) for name in kept}
@@ -266,16 +264,16 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
     if hidden_states is None or given.get("packed_seq_params") is not batch.constant_params():
         graphs.count_as_given(EagerReason.SIGNATURE_CHANGED, hidden_states)
         return original(**given)
-    loop = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
+    variant = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
     given["packed_seq_params"] = batch.params
-    layers = LayersOneByOne(graphs.captures, batch, None if loop is None else loop.variant)
+    layers = LayersOneByOne(graphs.captures, batch, variant)
     try:
         with layers.shadowing():
             out = original(**given)
     finally:
-        if loop is not None:
+        if variant is not None:
             graphs.dispatcher.end(batch)
-    if loop is not None and layers.num_called == 0:
+    if variant is not None and layers.num_called == 0:
         graphs.count_as_given(graphs.entries.block_missed(batch))
     return out
 

@@ -169,12 +169,12 @@ class _Passage:
         if isinstance(batch, EagerReason):
             graphs.look_at_table(table, state.packed_seq_params, entered)
             graphs.count_as_given(batch, entered)
-        elif batch is not None and (loop := graphs.begin(batch, entered, table, mask)) is not None:
+        elif batch is not None and (variant := graphs.begin(batch, entered, table, mask)) is not None:
             graphs.end_plan = self.end
             tables = {name: getattr(state, name) for name in _TABLES}
-            self._replays = mask is batch.mask and loop.constants.hold(tables)
+            self._replays = mask is batch.mask and captures.constants[variant].hold(tables)
             if self._replays:
-                self._steps = captures.steps[loop.variant]
+                self._steps = captures.steps[variant]
                 self._before_site = captures.before_sites and captures.before_sites()
             else:
                 graphs.dispatcher.turn_eager(batch, entered, table, mask)
