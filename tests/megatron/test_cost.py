@@ -27,10 +27,7 @@ PACKAGE = str(Path(megagraph.__file__).parent)
 MICRO = Micro(lengths=(9, 20, 11))
 BODIES = ("_forward", "_backward", "_finish")  # of passes, in place of their graphs
 # The modules that an eager call passes through.
-ENTRY = (
-    *("forwards", "plugin", "model", "dispatch", "packing", "captures", "due"),
-    *("layers", "tensor", "bank", "dispatcher", "entry"),
-)
+ENTRY = ("forwards", "decision", "plugin", "model", "captures", "bank", "dispatcher", "entry", "seams")
 
 
 class Calls:

@@ -33,6 +33,8 @@ __all__ = ["GraphedModel"]
 _OF_A_RANK = ("progress", "poison", "report", "log_interval", "cuda_graph_nvtx")
 _MISFITS = EagerReason.TOO_MANY_TOKENS, EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG
 _MOST_MISFITS = 0.05  # of the calls of an interval, before somebody is told
+# Of what runs as it was given for these, the kind is captured later.
+_CAPTURED_LATER = EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED
 # Some calls of such a forward may not reach Megatron's, nor whatever pads.
 _NEEDS_MEGATRONS = (
     "experts over several ranks that need equal rows, in a model with a forward that overrides Megatron's, "
@@ -82,6 +84,10 @@ class GraphedModel:
             ranks.compare({**shared, "what keeps the model eager": str(self.refusal)})
         self._begin()
         self._row: Tensor | None = None  # one of hidden states, on no device
+        # Why one that no graph takes shows what its block is called with: for any reason, if others run kinds
+        # that this rank has not met, until there is a row.
+        others_run = self.peers.run_other_packs
+        self.learns_from = tuple(EagerReason.__members__.values()) if others_run else _CAPTURED_LATER
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         # What a forward of it runs, padded or as given; None around one that is not the plugin's.
         self.running: MicroBatch | EagerReason | None = None
@@ -159,16 +165,11 @@ class GraphedModel:
             return False
         return True
 
-    def learns_from(self, reason: EagerReason) -> bool:
-        """Whether a micro-batch that no graph takes shows what its block is called with."""
-        # Its kind is to be captured although it runs as it was given; or others' kinds are.
-        is_captured_later = reason in (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
-        return is_captured_later or (self._row is None and self.peers.run_other_packs)
-
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
-        if hidden_states is not None and self.learns_from(reason):
+        if hidden_states is not None and reason in self.learns_from:
             self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
+            self.learns_from = _CAPTURED_LATER
             if self.unlearned is not None:
                 self.verifier.keep(self.unlearned, hidden_states)
         self.unlearned = None
@@ -193,6 +194,7 @@ class GraphedModel:
             return variant
         assert batch.reason is not None
         self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
+        self.learns_from = _CAPTURED_LATER
         has_other_rows = batch.is_as_given and self.tensor.shards_sequence
         # Nothing was captured for it, or in the settings of now.
         is_new = batch.key.kind not in self._due.captured or batch.reason is EagerReason.NUMERICS_CHANGED

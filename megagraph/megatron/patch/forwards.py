@@ -120,7 +120,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
             batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
             if isinstance(batch, EagerReason) and entries.are_settled and graphs.refusal is None:
                 dispatcher.require_rows(tokens, batch)
-            if isinstance(batch, EagerReason) and entries.are_settled and not graphs.learns_from(batch):
+            if isinstance(batch, EagerReason) and entries.are_settled and batch not in graphs.learns_from:
                 # Whatever its block is given: no graph has a use for it.
                 dispatcher.count_eager(batch)
                 batch = None

@@ -102,7 +102,7 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
         batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
         plan = original(model, *args, **kwargs)
         is_refused = graphs.refusal is not None
-        if isinstance(batch, EagerReason) and (is_refused or not graphs.learns_from(batch)):
+        if isinstance(batch, EagerReason) and (is_refused or batch not in graphs.learns_from):
             dispatcher.count_eager(batch)
             batch = None
         if not is_refused:
