@@ -146,13 +146,15 @@ class Twins:
         self.plugin = plugin
         if self.pairs:  # whose DDP is a stranger until a schedule shows it
             self.explain("FOREIGN_HOOK")
-        # Each capacity that a pack takes has been verified.
-        has_one = len(plugin["capacities"]) == 1 and self.layout != "some"
+        # Each capacity that a pack takes has been verified, in rows of each rank.
+        has_one = len(plugin["capacities"]) == 1 and self.layout not in ("some", "sp")
         self.verifies = plugin["verify"] != "off" and has_one
         self.fits_all = any(longest == rig.CAPACITY.tokens for *_, longest in plugin["capacities"])
         self.scars -= MISFIT
         if not self.fits_all:
             self.explain(*MISFIT, lasts=True)
+        if self.layout == "sp":  # whose buffer of gathered rows grows with a larger pack, and moves
+            self.explain("ADDRESS_MOVED")
         if self.layout == "some":  # outside of schedules others may call it less often
             self.explain("GROUP_DISAGREED", *MISFIT)
 
@@ -253,6 +255,8 @@ class Twins:
             assert_same_bits(one, other)
         except BitsDiffer as error:
             after = self._report_of(pair.graphed)
+            if self.is_wrong and after["verification"]["unverified"]:
+                raise AsGiven("by graphs that are wrong and, as the report says, not verified") from error
             whys = rig.eager_since(after, before).keys() & OF_LAYERS
             drops = "moe_pad_expert_input_to_capacity"
             is_known = getattr(pair.eager.chunk.config, drops, False) or _are_near(one, other)
@@ -321,7 +325,8 @@ class Twins:
             if graphs.model() is trainer.chunk:
                 return graphs.report()
         # It has not run since the plugin was installed.
-        return {"calls": 0, "replays": 0, "eager": {}, "graphs": 0, "cp_sizes": {}, "failures": []}
+        none = {"calls": 0, "replays": 0, "graphs": 0, "eager": {}, "cp_sizes": {}, "failures": []}
+        return {**none, "verification": {"unverified": 0}}
 
     def calm_down(self) -> None:
         """Takes everything back; from then on the first pair replays again."""
