@@ -113,13 +113,14 @@ def test_a_step_that_raises_before_all_is_finished_leaves_the_next_one_right(num
     assert graphed.report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS}
 
 
-@pytest.mark.parametrize("layer", range(CALLS))
-def test_a_layer_whose_gradients_are_left_out_fails_the_step(layer: int) -> None:
-    """Which eager would go on without."""
+@pytest.mark.parametrize(("layer", "since"), [*((layer, 0) for layer in range(CALLS)), (0, COUNTS[2] - 1)])
+def test_a_layer_whose_gradients_are_left_out_fails_the_step(layer: int, since: int) -> None:
+    """Which eager would go on without; `since` a micro-batch, be it the last one of the step."""
     finish, passes = layer_node().backward_dw, itertools.count()
 
     def backward_dw(node: Any) -> None:
-        if node.name not in (FIRST, "attn") or CALLS - 1 - next(passes) % CALLS != layer:
+        number, behind = divmod(next(passes), CALLS) if node.name in (FIRST, "attn") else (-1, 0)
+        if number < since or CALLS - 1 - behind != layer:
             finish(node)
 
     def around(_trainer: Any, index: int) -> contextlib.AbstractContextManager[Any]:
