@@ -20,10 +20,9 @@ from megagraph.megatron.parallel.peers import HostGroup
 
 from .models import LAYOUTS
 from .scenarios import Scenario
-from .twins import AsGiven, EagerRaises, Outcome, Twins, run
+from .twins import ENDS, Outcome, Twins, run
 
 SECONDS = 90.0  # of one scenario, which takes ten, or sixty beside other work: one that hangs is to be found
-FIRST = (EagerRaises.__name__, AsGiven.__name__)  # of failures in one event
 LATE_SECONDS = 10.0  # that one rank may take longer
 
 
@@ -72,5 +71,5 @@ def run_on_ranks(world: World, scenario: Scenario) -> Outcome:
     except AssertionError as error:
         said = re.findall(r"FAILED (\w+) at (-?\d+)", str(error)) or [("RankFailed", -1)]
         # What eager or its packs do on one rank explains the others.
-        kind, at = min(said, key=lambda it: (int(it[1]), it[0] not in FIRST))
+        kind, at = min(said, key=lambda it: (int(it[1]), it[0] not in ENDS))
         return Outcome(failure=kind, text=str(error), at=int(at))
