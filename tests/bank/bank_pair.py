@@ -174,6 +174,7 @@ class MicroBatch:
 
     def check_outputs(self) -> None:
         assert_same_bits(self.output, self.eager_output, "output")
+        assert self.output.requires_grad == self.eager_output.requires_grad
 
     def backward(self, grad: Tensor | None = None) -> None:
         if grad is None:

@@ -32,6 +32,37 @@ def test_many_steps_with_changing_inputs_and_weights_have_the_same_bits(device: 
         assert (param.grad is None) == main_grad
 
 
+@pytest.mark.parametrize("num_frozen", [1, 2, 3])
+@pytest.mark.parametrize("gaps", [False, True], ids=["in one go", "site by site"])
+def test_what_trains_nothing_needs_a_gradient_where_its_input_does(
+    device: str, num_frozen: int, gaps: bool
+) -> None:
+    """Bug: it always did; what stays eager behind it then ran a backward that no other rank ran."""
+    layers = blocks()
+    for layer in layers[:num_frozen]:
+        layer.requires_grad_(False)
+    pair = Pair(device, layers, main_grad=True).capture()
+    needed: list[bool] = []
+
+    def ours(out: Tensor) -> Tensor:
+        for site in pair.bank.sites:
+            out = site(out)
+            needed.append(out.requires_grad)
+        return out
+
+    for step in range(8):
+        is_given, needed[:] = step % 3 == 0, []
+        micro_batch = pair.forward(requires_grad=is_given, ours=ours if gaps else None)
+        if gaps:
+            assert needed == [is_given or index >= num_frozen for index in range(3)]
+        if micro_batch.output.requires_grad:
+            micro_batch.backward()
+        pair.check_state()
+        pair.update_weights()
+        del micro_batch  # and with it an output that holds the slot
+    assert pair.eager_calls() == {}
+
+
 @pytest.mark.parametrize(
     ("layers", "dtype"),
     [

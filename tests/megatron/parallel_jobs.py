@@ -76,6 +76,12 @@ def hook_second(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
 
 
+def freeze_below(chunk: Any) -> None:
+    """Nothing trains up to the second layer."""
+    for below in (chunk.embedding, chunk.decoder.layers[0]):
+        below.requires_grad_(False)
+
+
 def train_pair(
     *,
     make: rig.Make = model,  # makes each trainer

@@ -234,6 +234,8 @@ def check_spread(reports: list[dict[str, Any]], misfits: int) -> None:
 SPREAD: dict[str, tuple[Sequence[str], moe_rig.Config]] = {
     "dropless, bias": (BOTH, moe_rig.BIAS),
     **{case: (BOTH, moe_rig.CASES[case]) for case in ("drop", "shared experts, overlapped")},
+    # Bug: experts behind a graph had a backward, for which the rank waited that ran eager.
+    "frozen below": (BOTH, {**moe_rig.BIAS, "prepare": parallel_jobs.freeze_below}),
     # Counts are gathered over the ranks in the eager part.
     "permuted": (
         (*BOTH, "moe_preprocess"),

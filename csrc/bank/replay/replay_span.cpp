@@ -10,6 +10,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "csrc/bank/replay/finish.h"
@@ -21,6 +22,20 @@
 #include "csrc/torch/thread_state.h"
 
 namespace megagraph {
+namespace {
+
+// Whether eager would: what trains nothing in front of a part that stays eager may not have that
+// part run a backward, where ranks of other packs may wait for one.
+bool needs_gradient(const VariantGraphs& graphs, int first, int last,
+                    const std::vector<at::Tensor>& inputs) {
+  const auto sites = graphs.sites.begin();
+  return std::any_of(inputs.begin(), inputs.end(),
+                     [](const at::Tensor& input) { return input.requires_grad(); }) ||
+         std::any_of(sites + first, sites + last + 1,
+                     [](const auto& graph) { return graph->trains(); });
+}
+
+}  // namespace
 
 bool GraphBank::is_linked() const {
   if (current_ == nullptr || status_->state.load() == BankState::kReleased) return false;
@@ -93,7 +108,8 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
     outputs.push_back(lease_tensor(exit.boundaries.outputs[i], slot, last, kind));
   }
   finish_ = nullptr;
-  if (node != nullptr) {
+  // A slot that faces another one keeps its memory by what is to come.
+  if (node != nullptr && (other != nullptr || needs_gradient(*graphs, first, last, inputs))) {
     finish_ = node->finish();
     node->connect(inputs, {outputs.begin() + static_cast<int64_t>(begin), outputs.end()});
   }

@@ -65,6 +65,10 @@ struct SiteGraph {
   // Whether this can be launched right after `before`; null is the beginning. Not if something else
   // has to come between their backwards.
   bool follows(const SiteGraph* before) const;
+  // Whether a backward has gradients of parameters.
+  bool trains() const {
+    return !accumulated.empty() || !boundaries.params.empty() || finish != nullptr;
+  }
   // Of the accumulated parameters: VariantGraphs says what it means.
   bool have_other_grads() const;
   // Fills what is its own with NaN: what the forward is given or hands out, or gradients.
