@@ -51,8 +51,6 @@ class Executable(metaclass=_pybind11_type):
     """A captured pass on its way to its site."""
 
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only the core makes one
-    @property
-    def num_nodes(self) -> int: ...
 
 class Slot(metaclass=_pybind11_type):
     """Storage for one in-flight micro-batch; csrc/bank/replay/slot_ring.h has the nesting rule."""

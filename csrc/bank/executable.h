@@ -18,7 +18,6 @@ class Executable {
   virtual ~Executable() = default;
   // Runs on the current stream, without the GIL.
   virtual void launch() = 0;
-  virtual int64_t num_nodes() const = 0;
   // The cudaGraphExec_t; null on the host.
   virtual void* raw() const { return nullptr; }
   // What it launches over documents; none on the host.

@@ -8,7 +8,6 @@ class HostExecutable final : public Executable {
  public:
   explicit HostExecutable(std::function<void()> body) : body_(std::move(body)) {}
   void launch() override { body_(); }
-  int64_t num_nodes() const override { return 0; }
 
  private:
   const std::function<void()> body_;

@@ -132,10 +132,7 @@ void bind_cuda(py::module_& m) {
 }  // namespace
 
 void bind_capture(py::module_& m) {
-  py::class_<ExecutableHandle>(m, "Executable")
-      .def_property_readonly("num_nodes", [](const ExecutableHandle& handle) {
-        return handle.executable == nullptr ? 0 : handle.executable->num_nodes();
-      });
+  py::class_<ExecutableHandle>(m, "Executable");
   m.def("make_host_executable", &make_host_executable_of, py::arg("body"));
 
   using Target =

@@ -7,7 +7,6 @@
 #include <optional>
 #include <utility>
 
-#include "csrc/ops/capturing.h"
 #include "csrc/ops/document_grids.h"
 #include "csrc/torch/cuda_graph.h"
 #include "csrc/torch/cuda_streams.h"
@@ -19,7 +18,6 @@ OwnStreams capture_streams;
 
 class Graph : public TorchGraph {
  public:
-  int64_t num_nodes = 0;
   std::vector<DocumentGrid> document_grids;
 };
 
@@ -38,7 +36,6 @@ class CudaExecutable final : public Executable {
       C10_CUDA_CHECK(cudaGraphLaunch(exec_, c10::cuda::getCurrentCUDAStream()));
     }
   }
-  int64_t num_nodes() const override { return graph_->num_nodes; }
   void* raw() const override { return exec_; }
   const std::vector<DocumentGrid>& document_grids() const override {
     return graph_->document_grids;
@@ -72,9 +69,6 @@ std::unique_ptr<Executable> capture_work(std::pair<uint64_t, uint64_t> pool,
     if (watch) watch->begin();
     DocumentGridCollector collector(stream.stream());
     body();
-    // While the graph can still be read.
-    const auto capturing = capturing_of(stream);
-    graph->num_nodes = capturing ? static_cast<int64_t>(capturing->nodes().size()) : 0;
     if (watch) watch->end();
     graph->end();
     graph->document_grids = collector.take();
