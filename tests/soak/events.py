@@ -352,7 +352,9 @@ WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED
 
 @event(*WATCHED, draw=one_of("name", CHANGES), weight=8)
 def changes(twins: "Twins", name: str, ranks: Ranks) -> None:
-    twins.change(name, CHANGES[name], twins.ranks_of(name, ranks))
+    is_apart = name == "frozen embedding" and twins.is_shared  # unless each rank trains the layers behind it
+    if not (is_apart and twins.anywhere(twins.has_frozen("decoder.layers.0"))):
+        twins.change(name, CHANGES[name], twins.ranks_of(name, ranks))
 
 
 @event(*WATCHED, draw=one_of("name", LASTING), applies=lambda twins: twins.has("probes"), weight=10)
@@ -531,10 +533,11 @@ def moves_a_weight(twins: "Twins", is_told: bool, index: int, ranks: Ranks) -> N
 
 @event(*MOVES, draw=_announced)
 def offloads(twins: "Twins", is_told: bool, index: int, ranks: Ranks) -> None:
+    if twins.anywhere(twins.is_of(ranks) and twins.has_frozen("")):
+        twins.explain("FOREIGN_HOOK", "GROUP_DISAGREED", lasts=True)  # once they train again: DDP's are lost
+        ranks = twins.ranks_of("frozen layer", ranks)
     with _suspended() if is_told else nullcontext():
         for trainer in twins.first_of(ranks):
-            if not all(param.requires_grad for param in trainer.model.param_to_bucket_group):
-                twins.explain("FOREIGN_HOOK", lasts=True)  # once they train again: DDP's are lost
             offload = host_rig.Offload()
             offload.weights(trainer.chunk)
             offload.gradients(trainer.model)

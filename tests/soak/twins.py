@@ -214,16 +214,30 @@ class Twins:
         """Whether an event of some ranks is one of this rank."""
         return not self.is_shared or self.rank in ranks
 
+    def anywhere(self, is_so: bool) -> bool:
+        """Whether it is so of any rank, each of which asks."""
+        if not self.is_shared:
+            return is_so
+        number = torch.tensor([is_so], dtype=torch.int32, device=self.pairs[0].eager.device)
+        distributed.all_reduce(number, op=distributed.ReduceOp.MAX)
+        return bool(number.item())
+
+    def has_frozen(self, name: str) -> bool:
+        """Whether something in a module of the first pair, or in all of it, does not train on this rank."""
+        params = self.pairs[0].eager.chunk.get_submodule(name).parameters()
+        return not all(param.requires_grad for param in params)
+
     def ranks_of(self, name: str, ranks: Sequence[int], *, inside: bool = False) -> Sequence[int]:
         """The ranks that a change may be of, where these were drawn; `inside` of a step or between two.
 
-        Without gradients of its input a layer has fewer collectives. With sequence parallelism which rows a
-        rank has goes by the padding, and what one rank alone computes otherwise does so of other rows. So it
-        does inside of a step where the others have no graphs left and run packs as given: it asks them then,
-        and here nobody answers.
+        Without gradients of its input a layer has fewer collectives, and none if it is frozen. With sequence
+        parallelism which rows a rank has goes by the padding, and what one rank alone computes otherwise does
+        so of other rows. So it does inside of a step where the others have no graphs left and run packs as
+        given: it asks them then, and here nobody answers.
         """
         of_rows = ("frozen layer", "hook on a gradient", *OF_FORWARDS)
         is_of_all = name == "frozen embedding" or (self.layout == "sp" and name in of_rows)
+        is_of_all |= name == "frozen layer" and self.has_frozen("embedding")
         is_of_all |= inside and bool(self.expected & {"CAPTURE_FAILED", "VERIFY_FAILED"})
         return [0, 1] if is_of_all else ranks
 
