@@ -97,10 +97,6 @@ class Backend:
         """Device memory that all pools hold, and an equal share of what is shared with others."""
         return 0
 
-    def most_bytes(self, *, anew: bool) -> int:
-        """The most that was allocated since this was last asked `anew`, or is, if it is now."""
-        return 0
-
 
 class CudaBackend(Backend):
     """Captures CUDA graphs on one process-wide side stream, into one private pool for each slot.
@@ -213,11 +209,6 @@ class CudaBackend(Backend):
         users = len(self._sharing[self.device.index])
         shared = 0 if self._scratch is None else held[self._scratch.pool] // users
         return shared + sum(held[pool] for pool in self._pools)
-
-    def most_bytes(self, *, anew: bool) -> int:
-        if anew:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return torch.cuda.max_memory_allocated(self.device)
 
 
 def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:

@@ -177,7 +177,13 @@ class Bank(_C.GraphBank):
             try:
                 return attempt()
             except CaptureError as error:
-                self._give_up_site(error)
+                if str(error) not in self._said:  # in each capture
+                    self._said.add(str(error))
+                    log.warning("stays eager (%s): %s", error.reason.name, error)
+                # The traceback's frames hold tensors of the failed attempt, some of them in the slot's pool.
+                error.__cause__ = error.__context__ = error.__traceback__ = None
+                self.failures.append(error)
+                self.keep_eager(error.index, error.reason)
             gc.collect()  # frames of the failed attempt hold its memory in cycles
             again()
         return None
@@ -214,15 +220,6 @@ class Bank(_C.GraphBank):
             self.eager_variants[variant.spec.key] = self.eager_sites[0]
         else:
             self._add_variant(variant, by_slot)
-
-    def _give_up_site(self, error: CaptureError) -> None:
-        if str(error) not in self._said:  # in each capture
-            self._said.add(str(error))
-            log.warning("stays eager (%s): %s", error.reason.name, error)
-        # The traceback's frames hold tensors of the failed attempt, some of them in the slot's pool.
-        error.__cause__ = error.__context__ = error.__traceback__ = None
-        self.failures.append(error)
-        self.keep_eager(error.index, error.reason)
 
     def _add_variant(self, variant: CapturedVariant, by_slot: Sequence[Mapping[int, _C.SiteGraph]]) -> None:
         spec = variant.spec

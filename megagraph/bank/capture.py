@@ -294,8 +294,7 @@ class CapturePlan:
         """
         after, has_drawn_on_host = self._rng.snapshot(), host.put_back()
         is_other = changed is not None or has_drawn_on_host or self._rng.has_moved(before, after)
-        (runs_again,) = self._options.max_over_ranks([int(is_other)])
-        if not runs_again:
+        if not self._options.somewhere(is_other):
             return
         self._rng.restore(before)
         in_capture = self._saves[index]

@@ -10,6 +10,7 @@ not their states. A region that draws nothing may be swapped around as it likes.
 """
 
 import contextlib
+import functools
 import operator
 import pickle
 import random
@@ -148,10 +149,7 @@ def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
 TrackerSource = Callable[[], Any]
 Snapshot = tuple[list[Tensor], dict[str, Tensor]]  # of generators, and of the tracker's saved states
 
-
-def no_tracker() -> Any:
-    """Of no streams."""
-    return types.SimpleNamespace(get_states=dict)
+no_tracker: TrackerSource = functools.partial(types.SimpleNamespace, get_states=dict)  # of no streams
 
 
 class RngSources:

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import CapturedVariant, VariantSpec
 from megagraph.cli.scripts import EnoughError, run_steps
@@ -67,10 +69,19 @@ def warm_up(bank: Bank, variants: Iterable[VariantSpec]) -> tuple[int, int]:
     kept = most = 0
     for spec in variants:
         variant = CapturedVariant(spec, bank.num_slots)
-        before = bank.backend.most_bytes(anew=True)
+        before = _most_bytes(bank.backend.device, anew=True)
         with spec.context():
             bank.warm_up(variant)
         of_sites = [variant.kept_bytes[index] for index in bank.graphable()]
         kept = max(kept, sum(of_sites))
-        most = max(most, bank.backend.most_bytes(anew=False) - before - max(of_sites, default=0))
+        most = max(most, _most_bytes(bank.backend.device) - before - max(of_sites, default=0))
     return kept * bank.num_slots, most
+
+
+def _most_bytes(device: torch.device, *, anew: bool = False) -> int:
+    """The most that was allocated since this was last asked `anew`, or is, if it is now."""
+    if device.type != "cuda":
+        return 0
+    if anew:
+        torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.max_memory_allocated(device)
