@@ -62,7 +62,7 @@ class Plugin:
         self.training_steps, self.clock = 0, StepClock()
         self.leave_report: Callable[[], None] = lambda: None  # called once an interval of the log
         self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
-        self._has_pipeline = False
+        self.has_pipeline = False  # some model is a stage of one
         self.name_of: Callable[[Any], str | None] = lambda model: None  # see `install(name=...)`
         self._num_named: Counter[str] = Counter()  # models of each name so far
         self.gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
@@ -95,7 +95,7 @@ class Plugin:
     def _add(self, model: Any) -> GraphedModel:
         ddp, stages = find_ddp(self.step_models, model), schedule_of(model)
         name = self._name(model, stages)
-        self._has_pipeline = self._has_pipeline or stages.stages > 1
+        self.has_pipeline = self.has_pipeline or stages.stages > 1
         # The rank of a stage that is in the pipeline of rank 0 writes its report.
         if stages.stages > 1 and 0 in ranks_of(model.pp_group):
             self.stage, self.stages = stages.stage, stages.stages
@@ -227,18 +227,6 @@ class Plugin:
             return original(*args, **kwargs)
 
         return destroy
-
-    def capture_inside(self, graphs: GraphedModel) -> bool:
-        """Inside a step, before a call that is due: captures what no step begins with. Whether it has tried.
-
-        csrc/python/dispatcher.h, Note [Dispatch], says when it may be.
-        """
-        from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-        if self._has_pipeline or is_graph_capturing() or not graphs.is_as_captured():
-            return False
-        graphs.at_step_boundary()
-        return True
 
     def set_suspended(self, is_suspended: bool) -> None:
         """Runs every model eager as long as it is, also those that are still to come."""

@@ -5,9 +5,10 @@ Patches nothing, and does not know how graphs are captured.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -22,6 +23,7 @@ from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
+from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.watch import weakly
@@ -40,6 +42,10 @@ _NEEDS_MEGATRONS = (
     "experts over several ranks that need equal rows, in a model with a forward that overrides Megatron's, "
     "are not supported yet"
 )
+# The row lists among a model's arguments, [1, T] each, beside its padding mask.
+_ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
+# What an output processor gets as the caller passed it; its hidden states are cut.
+_HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
 
 
 def _ranks_of_experts(model: Any) -> HostGroup:
@@ -121,18 +127,6 @@ class GraphedModel:
             self.context.refuse(refusal.sentence)
             log.warning(str(refusal))
 
-    def reason_against_rows(self) -> EagerReason | None:
-        """Why no rows may be added where the model is entered; None where they may.
-
-        They stay, and whose rotary tables its layers get shows further in: a host's are for the rows given.
-        Rows of padding reach no expert, so that layers of experts are never given a pack to find out with.
-        """
-        if self.dispatcher.masks_at_entry:
-            return None
-        if self._arguments.are_own is None:
-            return EagerReason.WARMING_UP
-        return None if self._arguments.are_own else EagerReason.SIGNATURE_CHANGED
-
     def look_at_table(self, table: Any, params: Any, hidden_states: Tensor | None) -> None:
         """Notes whose rotary table layers are handed, and if it shows that it has a row for each token."""
         if self.unlearned is not None and not self.unlearned.take_freqs(table):
@@ -148,7 +142,7 @@ class GraphedModel:
         elif awaited and is_by_token is False:
             self.entries.fail(awaited)
 
-    def has_constants(self, batch: MicroBatch) -> bool:
+    def _has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
         if self._row is None:
             return False
@@ -164,6 +158,70 @@ class GraphedModel:
             self.entries.fail(f"{what} ({type(error).__name__}: {error})")
             return False
         return True
+
+    def decide(
+        self,
+        model: Any,
+        given: dict[str, Any],
+        params: Any,  # the pack, with the ranks that share it
+        tokens: int,
+        against: EagerReason | None,  # that was found already
+        *,
+        may_capture: bool,
+    ) -> MicroBatch | EagerReason:
+        """Decides on the micro-batch that a model is `given`; captures first, if that is due inside a step.
+
+        Puts the capacity's constants into the pack that is given, and adds rows where the model is entered.
+        The offsets stay as given: what lies behind the layers tells documents apart by them. Losses of rows
+        that are added are cut off, so that no gradient comes from them. Returns the micro-batch, or why it
+        runs as given after all: there is no capacity yet, it is not known what the layers will get, something
+        fits the rows that were given alone, or asks the block for other results.
+        """
+        dispatcher, entries, ranks = self.dispatcher, self.entries, self.tensor
+        batch: MicroBatch | EagerReason | None = against
+        self.unlearned = None
+        if batch is None:
+            # Layers get as many of its rows as they have of hidden states.
+            from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
+            is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
+            mask = given.get("padding_mask")
+            entered = params, tokens, mask, is_shared, entries.are_megatrons, entries.are_settled
+            batch = dispatcher.enter(*entered)
+            if isinstance(batch, MicroBatch) and not batch.is_ready:
+                if batch.capacity is None:
+                    self.unlearned = batch
+                    return EagerReason.WARMING_UP
+                if may_capture and self.running is None and self._capture_inside():
+                    batch = dispatcher.enter(*entered)
+        if isinstance(batch, EagerReason):
+            return batch
+        processor, is_foreign = given.get("output_processor"), not entries.are_megatrons
+        if is_foreign and not self._has_constants(batch):
+            return EagerReason.WARMING_UP
+        if given.get("attention_mask") is not None or given.get("extra_block_kwargs") is not None:
+            return EagerReason.SIGNATURE_CHANGED
+        if is_longer := ranks.shards_sequence and batch.entry_padding:
+            # Of a pipeline's stage other stages see the rows, too.
+            is_inner = not getattr(model, "pre_process", True) or not getattr(model, "post_process", True)
+            if is_inner or is_foreign or (processor is not None and batch.tokens % ranks.size):
+                return EagerReason.SIGNATURE_CHANGED
+            # They stay, and whose rotary tables its layers get shows further in: a host's are for the rows
+            # given. Rows of padding reach no expert: layers of experts never get a pack to find out with.
+            are_own = self._arguments.are_own
+            if not (batch.key.by_token or dispatcher.masks_at_entry or are_own):
+                reason = EagerReason.WARMING_UP if are_own is None else EagerReason.SIGNATURE_CHANGED
+                if not batch.as_given(reason):
+                    return reason
+        as_given = {} if processor is None else dict(given)
+        batch.enter(given, _ROW_LISTS)
+        if is_longer and batch.entry_padding and (rows := given.get("decoder_input")) is not None:
+            if not rows.requires_grad:
+                # The way back is a collective, and another rank may have a use for it.
+                rows = rows.detach().requires_grad_(torch.is_grad_enabled())
+            given["decoder_input"] = ranks.share_anew(rows, batch.tokens + batch.entry_padding)
+        if processor is not None and not is_foreign:  # whose call of it is its own
+            given["output_processor"] = _of_given_rows(batch, ranks, as_given, dict(given))
+        return batch
 
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
@@ -246,16 +304,24 @@ class GraphedModel:
         if self.dispatcher.needs_equal_rows:
             failure = failure or _NEEDS_MEGATRONS
         if failure and self.refusal is None:
-            reason, doors = EagerReason.SCOPE_UNSUPPORTED, entries.block
-            self._refuse(Refusal(reason=reason, sentence=failure, of_doors=doors))
+            self._refuse(Refusal(sentence=failure, of_doors=entries.block))
 
-    def is_as_captured(self) -> bool:
-        """Inside a step: whether slots are free, and only the state is other than at the last capture."""
+    def _capture_inside(self) -> bool:
+        """Inside a step, before a call that is due: captures what no step begins with. Whether it has tried.
+
+        If slots are free, and only the state is other than at the last capture. csrc/python/dispatcher.h,
+        Note [Dispatch], says when a call is due.
+        """
+        from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
         captures, watch = self.captures, self.captures.watch
-        if captures.bank.holders():
+        if is_graph_capturing() or captures.bank.holders():
             return False
         is_same = watch.is_as_expected() and not captures.are_kept_out_otherwise()
-        return is_same or not watch.is_watching
+        if watch.is_watching and not is_same:
+            return False
+        self.at_step_boundary()
+        return True
 
     def at_step_boundary(self, *, captures: bool = True) -> None:
         """Before a step: learns capacities, looks for what changed, captures what is due, if it `captures`.
@@ -396,3 +462,28 @@ class GraphedModel:
             **self.changes.report(),
             "failures": [*refused, *captures.failures],
         }
+
+
+def _of_given_rows(
+    batch: MicroBatch, ranks: TensorRanks, as_given: Mapping[str, Any], passed: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """An output processor that hands the caller's own what it would be handed without us.
+
+    What that returns is of the rows that were given, whatever it is. What the model has made of what it was
+    `passed` stays what it is, less the rows that were added.
+    """
+    tokens, has_more = batch.tokens, bool(batch.entry_padding)
+
+    def process(**handed: Any) -> Any:
+        if has_more:
+            handed["hidden_states"] = ranks.share_anew(handed["hidden_states"], tokens)
+        for name in (name for name in _HANDED_ON if handed.get(name) is not None):
+            if handed[name] is passed.get(name):
+                handed[name] = as_given.get(name)
+            elif has_more and name == "decoder_input":  # the embedding's, for one
+                handed[name] = ranks.share_anew(handed[name], tokens)
+            elif has_more and name in _ROW_LISTS:
+                handed[name] = handed[name][:, :tokens]
+        return as_given["output_processor"](**handed)
+
+    return process

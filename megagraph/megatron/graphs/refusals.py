@@ -34,7 +34,7 @@ __all__ = [
 class Refusal:
     """Why every call of a model runs eager, and what is the matter."""
 
-    reason: EagerReason
+    reason: EagerReason = EagerReason.SCOPE_UNSUPPORTED
     sentence: str
     unless_by_token: bool = False  # not if rotary frequencies have a row for each token
     of_doors: Doors | None = None  # if it is a host's forward, with those of the block at the time
@@ -142,7 +142,7 @@ def refusal_of(
     """The first thing in a model, or in the DDP around it, that graphs of these scopes do not support yet."""
     what = next(_unsupported(model, ddp, options), None)
     if what is not None:
-        return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{what} is not supported yet")
+        return Refusal(sentence=f"{what} is not supported yet")
     block: Any = model.decoder
     config: Any = model.config
     broken = broken_rule(config, scopes, list(block.layers)) or why_eager
@@ -152,9 +152,7 @@ def refusal_of(
     if rope is None:
         return None
     what = f"{rope} in place of Megatron's RoPE is not supported yet"
-    return Refusal(
-        reason=EagerReason.SCOPE_UNSUPPORTED, sentence=what, unless_by_token=not config.apply_rope_fusion
-    )
+    return Refusal(sentence=what, unless_by_token=not config.apply_rope_fusion)
 
 
 def _set(what: str, config: Any, attribute: str) -> str:

@@ -21,7 +21,6 @@ from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
-from megagraph.megatron.patch.decision import decide
 from megagraph.megatron.plugin import Plugin, key_of
 from megagraph.megatron.seams import stand_in
 from megagraph.reasons import EagerReason
@@ -111,13 +110,13 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
             if plugin.gone and not plugin.step_models:
                 plugin.retire()
             against = dispatcher.eager_reason(params, tokens, entries.are_settled)
-            if against is None:  # a step of its own; in another model's what is due waits: `capture_inside()`
+            if against is None:  # a step of its own; in another model's what is due waits: `decide()`
                 graphs.at_step_boundary(captures=not plugin.step_models)
                 is_step = True
         outer = graphs.running
         try:
             batch: MicroBatch | EagerReason | None
-            batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
+            batch = graphs.decide(model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline)
             if isinstance(batch, EagerReason) and entries.are_settled and graphs.refusal is None:
                 dispatcher.require_rows(tokens, batch)
             if isinstance(batch, EagerReason) and entries.are_settled and batch not in graphs.learns_from:

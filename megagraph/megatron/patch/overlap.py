@@ -45,7 +45,6 @@ from megagraph._C import Finish, by_name, free_if_unread
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
 from megagraph.megatron.graphs.model import GraphedModel
-from megagraph.megatron.patch.decision import decide
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes.moe import let_go_of
 from megagraph.megatron.scopes.parts import experts_of
@@ -99,7 +98,7 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
         if not is_served:
             against = dispatcher.eager_reason(params, tokens, True) or EagerReason.EXPERT_OVERLAP
         batch: MicroBatch | EagerReason | None
-        batch = decide(plugin, graphs, model, kwargs, params, tokens, against)
+        batch = graphs.decide(model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline)
         plan = original(model, *args, **kwargs)
         is_refused = graphs.refusal is not None
         if isinstance(batch, EagerReason) and (is_refused or batch not in graphs.learns_from):
