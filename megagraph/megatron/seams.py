@@ -10,7 +10,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ __all__ = [
     *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS"),
     *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD", "RNG_TRACKER"),
     *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
-    *("called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
+    *("as_before", "called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
     *("hybrid_seams", "is_megatrons_rope", "is_replaced", "made_in"),
     *("misfits", "moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
     *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
@@ -47,15 +48,7 @@ class Seam:
 
     def owner(self) -> Any:
         """The module or class that holds the function."""
-        found: Any = importlib.import_module(self.module)
-        for part in self.path.split(".")[:-1]:
-            found = getattr(found, part)
-        return found
-
-    @functools.cached_property
-    def parameters(self) -> Sequence[str]:
-        """The names that its signature must have."""
-        return self.takes.split()
+        return pkgutil.resolve_name(f"{self.module}:{self.path.rpartition('.')[0]}")
 
     @property
     def name(self) -> str:
@@ -81,7 +74,7 @@ class Seam:
         parameters = inspect.signature(function).parameters
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             return ""
-        return ", ".join(name for name in self.parameters if name not in parameters)
+        return ", ".join(name for name in self.takes.split() if name not in parameters)
 
 
 def stand_in(owner: Any, **values: Any) -> contextlib.ExitStack:
@@ -98,6 +91,18 @@ def stand_in(owner: Any, **values: Any) -> contextlib.ExitStack:
             put_back.callback(remove, name)
         put(name, value)
     return put_back
+
+
+@contextlib.contextmanager
+def as_before(*owned: MutableMapping[Any, Any]) -> Iterator[None]:
+    """Puts back what dictionaries held, in its order, whatever happens inside: attributes, say, or hooks."""
+    before = [dict(each) for each in owned]
+    try:
+        yield
+    finally:
+        for now, held in zip(owned, before, strict=True):
+            now.clear()
+            now.update(held)
 
 
 # -- schedules and models ------------------------------------------------------------------------
@@ -295,22 +300,16 @@ def router_losses_count_ranks() -> bool:
     return "tp_cp_group" in inspect.unwrap(_ROUTER_LOSSES.function()).__code__.co_names
 
 
-@functools.cache
-def _source_of_metrics() -> Callable[[], Mapping[str, dict[str, Any]]]:
-    try:
-        module = importlib.import_module("megatron.core.transformer.moe.moe_logging")
-    except ImportError:
-        module = importlib.import_module(_MOE_UTILS)
-        return lambda: module.get_moe_layer_wise_logging_tracker()
-    return lambda: {name: vars(metric) for name, metric in module.get_moe_metrics_tracker().metrics.items()}
-
-
 def moe_records() -> Mapping[str, dict[str, Any]]:
     """What Megatron keeps of its metrics of experts, by name, to read and to write: an object's attributes.
 
     Up to 0.16 a dictionary. `reduce_group` is the group over which one is added up; None or absent for none.
     """
-    return _source_of_metrics()()
+    utils = importlib.import_module(_MOE_UTILS)
+    if not hasattr(utils, "get_moe_metrics_tracker"):
+        tracked: Mapping[str, dict[str, Any]] = utils.get_moe_layer_wise_logging_tracker()
+        return tracked
+    return {name: vars(metric) for name, metric in utils.get_moe_metrics_tracker().metrics.items()}
 
 
 def moe_metrics() -> Mapping[str, Tensor]:
@@ -354,9 +353,7 @@ def hybrid_groups(cp_sizes: Collection[int]) -> Sequence[Any]:
 
 def _below_ours(function: Any) -> Any:
     """What a function of ours is wrapped around; any other function itself."""
-    while made_in(function).startswith("megagraph."):
-        function = function.__wrapped__
-    return function
+    return inspect.unwrap(function, stop=lambda it: not made_in(it).startswith("megagraph."))
 
 
 def made_in(function: Any) -> str:

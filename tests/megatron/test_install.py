@@ -347,7 +347,7 @@ def test_what_a_host_has_put_where_only_some_models_look_keeps_these_eager_by_na
     megagraph.install(rig.graph_config())
     assert seam.function() is theirs
     assert refusal_of(plain, None) is None
-    lacks = f"{_where(seam)} has no parameter {', '.join(seam.parameters)}"
+    lacks = f"{_where(seam)} has no parameter {', '.join(seam.takes.split())}"
     assert rig.refused(model) == f"a model of which {lacks} is not supported yet"
 
 

@@ -125,7 +125,7 @@ class Captures:
         )
         self._param_syncs = ParamSyncs(self.ddp(), self.specs)
         # Asked in each forward for what to call before a site, with its index; None if nothing ever is.
-        self.before_sites = self._param_syncs.before_sites
+        self.before_sites = self._param_syncs.before_sites if self._param_syncs.groups else None
         slots, schedule = slots_of(model, config.cuda_graph_slots), schedule_of(model)
         # Two share memory if a forward runs beside the backward of the same chunk.
         do_face = schedule.stages == 1 and slots == 2 and schedule.has_expert_overlap

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megagraph._C import Constants, KeptState, MicroBatch, ReadTrace, VariantKey, are_equal, plain_tensors
 from megagraph.megatron.graphs.entry import Entries
-from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
+from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, as_before, has_mla, hybrid_seams, stand_in
 
 __all__ = ["LayerArguments", "MlaTables", "layer_constants"]
 
@@ -72,10 +72,16 @@ class LayerArguments(dict[VariantKey, Constants]):
             return layer_constants(model, params, hidden_states)
         short = copy.copy(params)
         short.max_seqlen_q = short.max_seqlen_kv = min(2, params.max_seqlen_q)
-        with _asking(model):
-            made, of_short = (
-                layer_constants(model, pack, hidden_states, is_overridden=True) for pack in (params, short)
-            )
+        # A host may keep how long a document was, and its frequencies: questions leave no trace.
+        rotary: Any = getattr(model, "rotary_pos_emb", None) or nn.Module()
+        kept = KeptState([{**plain_tensors([("", rotary)]), **dict(rotary.named_buffers())}])
+        with as_before(vars(model), model._buffers, vars(rotary), rotary._buffers):
+            try:
+                made, of_short = (
+                    layer_constants(model, it, hidden_states, is_overridden=True) for it in (params, short)
+                )
+            finally:
+                kept.put_all_back()
         table: Any = made.get("rotary_pos_emb")
         rows: Any = of_short.get("rotary_pos_emb")
         if isinstance(table, Tensor) and not torch.equal(table[: len(rows)], rows):
@@ -103,29 +109,34 @@ def layer_constants(
 ) -> Mapping[str, Any]:
     """What a model calls its layers with for a pack, less the pack, its mask and the hidden states [T, 1, H].
 
-    Runs no layer and reads no values of the hidden states. Raises `ValueError` if unfused RoPE has a table of
+    Runs a forward, overridden or Megatron's own, up to the decoder, for which something else stands: no layer
+    runs, and no values of the hidden states are read. Raises `ValueError` if unfused RoPE has a table of
     another length than the pack declares, so that where positions begin cannot be told.
     """
     config: Any = model.config
-    handed = _handed_to_decoder(model, params, hidden_states, is_overridden)
+    forward = model.forward
+    if not is_overridden:
+        seams = (GPT_FORWARD, *(hybrid_seams() or ()))
+        seam = next(seam for seam in seams if isinstance(model, seam.owner()))
+        forward = types.MethodType(inspect.unwrap(seam.function()), model)
+    parameters = inspect.signature(forward).parameters.values()
+    named = (each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
+    given = {each.name: None for each in named if each.default is each.empty}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):  # which may hand them on
+        given |= dict.fromkeys(GPT_FORWARD.takes.split())
+    with stand_in(model, decoder=_HandsBack(model.get_submodule("decoder"))):  # found before the module
+        try:
+            forward(**{**given, "decoder_input": hidden_states, "packed_seq_params": params})
+            raise AssertionError("the model's forward did not call its decoder")
+        except _Handed as raised:
+            (handed,) = raised.args
+    handed.pop("packed_seq_params", None)
     constants = {name: value for name, value in handed.items() if value is not None}
     table = constants.get("rotary_pos_emb")
     rows = table.size(0) if isinstance(table, Tensor) else params.max_seqlen_q
     if rows != params.max_seqlen_q and not config.apply_rope_fusion:
         raise ValueError(f"expected a rotary table of max_seqlen, {params.max_seqlen_q} rows, got {rows}")
     return constants
-
-
-@contextlib.contextmanager
-def _asking(model: nn.Module) -> Iterator[None]:
-    """Leaves no trace of questions: a host may keep how long a document was, and its frequencies."""
-    rotary: Any = getattr(model, "rotary_pos_emb", None) or nn.Module()
-    kept = KeptState([{**plain_tensors([("", rotary)]), **dict(rotary.named_buffers())}])
-    with _put_back(model), _put_back(rotary):
-        try:
-            yield
-        finally:
-            kept.put_all_back()
 
 
 class _Handed(Exception):
@@ -143,28 +154,6 @@ class _HandsBack:
 
     def __call__(self, hidden_states: Any = None, attention_mask: Any = None, **arguments: Any) -> None:
         raise _Handed(arguments)
-
-
-def _handed_to_decoder(
-    model: nn.Module, params: Any, hidden_states: Tensor, is_overridden: bool
-) -> dict[str, Any]:
-    """Runs a forward, overridden or Megatron's own, up to the decoder, for which something else stands."""
-    forward = model.forward
-    if not is_overridden:
-        seams = (GPT_FORWARD, *(hybrid_seams() or ()))
-        seam = next(seam for seam in seams if isinstance(model, seam.owner()))
-        forward = types.MethodType(inspect.unwrap(seam.function()), model)
-    parameters = inspect.signature(forward).parameters.values()
-    named = (each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
-    given = {each.name: None for each in named if each.default is each.empty}
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):  # which may hand them on
-        given |= dict.fromkeys(GPT_FORWARD.parameters)
-    with stand_in(model, decoder=_HandsBack(model.get_submodule("decoder"))):  # found before the module
-        try:
-            forward(**{**given, "decoder_input": hidden_states, "packed_seq_params": params})
-        except _Handed as handed:
-            return {name: value for name, value in handed.args[0].items() if name != "packed_seq_params"}
-    raise AssertionError("the model's forward did not call its decoder")
 
 
 # The angles; with fused RoPE of YaRN, cosines and sines of them, out of buffers that a longer pack replaces.
@@ -212,7 +201,9 @@ class MlaTables:
         def answer(*args: Hashable, **named: Hashable) -> Any:
             question = number, name, args, tuple(sorted(named.items()))
             if question not in answers:
-                with _put_back(embedding):
+                # New buffers or attributes would be a change in a layer that is being captured. What it
+                # caches is no matter of graphs, which have tables of their own.
+                with as_before(vars(embedding), embedding._buffers):
                     made = ask(*args, **named)
                 # Views of buffers are longer, and their memory is their owner's to free.
                 made = tuple(table.clone() for table in made) if name == _COSINES else made
@@ -233,20 +224,3 @@ def _embeddings(block: nn.Module) -> list[nn.Module]:
     mla = MLA_ATTENTION.owner()
     found = {getattr(it, "rotary_pos_emb", None): None for it in block.modules() if isinstance(it, mla)}
     return [embedding for embedding in found if isinstance(embedding, nn.Module)]
-
-
-@contextlib.contextmanager
-def _put_back(embedding: nn.Module) -> Iterator[None]:
-    """Puts an embedding's buffers and attributes back behind a question.
-
-    New ones would be a change in a layer that is being captured. What it caches is no matter of graphs, which
-    have tables of their own.
-    """
-    attributes, buffers = dict(vars(embedding)), dict(embedding._buffers)
-    try:
-        yield
-    finally:
-        for now, before in ((vars(embedding), attributes), (embedding._buffers, buffers)):
-            for name in now.keys() - before.keys():
-                del now[name]
-            now.update(before)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import SiteSpec
+from megagraph.megatron.seams import as_before
 
 __all__ = ["ParamSyncs", "accumulator_hooks", "borders_of", "find_ddp", "is_ddp_hook", "listen"]
 
@@ -109,7 +110,7 @@ class ParamSyncs:
         self._ddp: Any = weakref.ref(ddp) if ddp is not None and group_of else None
         # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
         # None if nothing is gathered.
-        self._groups = [
+        self.groups = [
             [*dict.fromkeys(group_of[param] for param in site.parameters() if param in group_of)]
             for site in (sites if group_of else ())
         ]
@@ -117,38 +118,26 @@ class ParamSyncs:
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
         """While inside, parameters stay as they are: gathers have ended, and no layer begins one."""
-        if not self._groups:
-            yield
-            return
-        for group in itertools.chain(*self._groups):
+        for group in itertools.chain(*self.groups):
             if group.param_gather_handle is not None:
                 group.param_gather_handle.wait()
-        handles = self._ddp().remove_forward_pre_hook_handles
-        hooks = [(module._forward_pre_hooks, module._forward_pre_hooks.copy()) for module in handles]
-        for (now, _before), handle in zip(hooks, handles.values(), strict=True):
-            del now[handle.id]
-        try:
+        handles = self._ddp().remove_forward_pre_hook_handles if self.groups else {}
+        with as_before(*(module._forward_pre_hooks for module in handles)):
+            for module, handle in handles.items():
+                del module._forward_pre_hooks[handle.id]
             yield
-        finally:
-            for now, before in hooks:
-                now.clear()
-                now.update(before)
 
-    @property
-    def before_sites(self) -> Callable[[], Callable[[int], None] | None] | None:
-        """Says in each forward pass what to call before a site, with its index; None if it never does."""
-        return self._before_sites if self._groups else None
-
-    def _before_sites(self) -> Callable[[int], None] | None:
+    def before_sites(self) -> Callable[[int], None] | None:
+        """In each forward pass: what to call before a site, with its index, or None."""
         # Hosts take the pre-hooks away for a while, having synchronised the parameters: so here.
         if not self._ddp().remove_forward_pre_hook_handles:
             return None
-        groups = itertools.chain(*self._groups)
+        groups = itertools.chain(*self.groups)
         is_done = (it.param_gather_dispatched and it.param_gather_handle is None for it in groups)
         return None if all(is_done) else self._finish
 
     def _finish(self, index: int) -> None:
         ddp = self._ddp()
         skip_next = ddp.ddp_config.align_param_gather or ddp.overlap_param_gather_with_optimizer_step
-        for group in self._groups[index]:
+        for group in self.groups[index]:
             group.finish_param_sync(skip_next_bucket_dispatch=skip_next)

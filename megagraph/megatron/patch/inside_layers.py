@@ -114,13 +114,14 @@ def wrap_fused_rope(original: _Function) -> _Function:
 def wrap_mla_rope(seam: Seam, original: _Function) -> _Function:
     """Wraps fused RoPE of multi-latent attention: ours for canonical packs if nothing further is asked."""
     signature = inspect.signature(original)
-    offsets = next(name for name in seam.parameters if name.startswith("cu_seqlens"))
+    names = seam.takes.split()
+    offsets = next(name for name in names if name.startswith("cu_seqlens"))
 
     def rotate(*args: Any, **named: Any) -> Any:
         bound = signature.bind(*args, **named)
         bound.apply_defaults()
         given = bound.arguments
-        asks_more = any(value for name, value in given.items() if name not in seam.parameters)
+        asks_more = any(value for name, value in given.items() if name not in names)
         if given[offsets] is None or not is_canonical(given[offsets]) or asks_more:
             return original(*args, **named)
         by = given["cos"].flatten(1), given["sin"].flatten(1), given[offsets]
