@@ -35,8 +35,9 @@ was made last in the step of a micro-batch still lives and is of just as many ro
 """
 
 import functools
+import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -94,8 +95,7 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
         if params is None and plugin.last_pack is not None and kwargs.get("attention_mask") is None:
             _check_left_out(plugin.last_pack(), tokens * graphs.context.size)
         dispatcher, against = graphs.dispatcher, None
-        is_served = graphs in plugin.step_graphs and graphs.entries.are_megatrons
-        if not is_served:
+        if graphs not in plugin.step_graphs or not graphs.entries.are_megatrons:
             against = dispatcher.eager_reason(params, tokens, True) or EagerReason.EXPERT_OVERLAP
         batch: MicroBatch | EagerReason | None
         batch = graphs.decide(model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline)
@@ -134,8 +134,7 @@ class _Passage:
 
     def __init__(self, graphs: GraphedModel, batch: MicroBatch | EagerReason | None) -> None:
         self._graphs, self._batch = graphs, batch
-        self._replays = False  # the layers of a micro-batch do
-        self._steps: Mapping[int, Sequence[LayerStep]] = {}  # of those
+        self._steps: Mapping[int, Sequence[LayerStep]] = {}  # of layers, if they replay
         self._before_site: Callable[[int], None] | None = None
         self._has_replayed = False
         self._let_go: dict[int, Callable[[], None]] = {}  # by layer: of what was routed in a graph
@@ -156,7 +155,7 @@ class _Passage:
         graphs, batch = self._graphs, self._batch
         assert isinstance(batch, MicroBatch)
         graphs.end_plan = self._handed_on = None
-        self._replays = False
+        self._steps = {}
         while self._let_go:
             self._let_go.popitem()[1]()
         graphs.dispatcher.end(batch)
@@ -171,8 +170,7 @@ class _Passage:
         elif batch is not None and (variant := graphs.begin(batch, entered, table, mask)) is not None:
             graphs.end_plan = self.end
             tables = {name: getattr(state, name) for name in _TABLES}
-            self._replays = mask is batch.mask and captures.constants[variant].hold(tables)
-            if self._replays:
+            if mask is batch.mask and captures.constants[variant].hold(tables):
                 self._steps = captures.steps[variant]
                 self._before_site = captures.before_sites and captures.before_sites()
             else:
@@ -189,7 +187,7 @@ class _Passage:
             return _run(submodule, mixture, node, hidden_states)
         with stand_in(self._graphs, running=batch):
             attended: Tensor | None = None
-            if self._replays:
+            if self._steps:
                 out, front = self._replay(index, node, hidden_states)
                 if front is not None:
                     self._let_go[index] = let_go_of(mixture)
@@ -233,7 +231,9 @@ class _Passage:
             if handed_on is not None:
                 free_if_unread(handed_on, before)
             if node.delay_wgrad_compute:
-                node.bwd_dw_callables = [_Late(steps, step, bank.take_finish())]
+                late = functools.partial(_make_late, steps, step, bank.take_finish())
+                # Of parameters Megatron asks for hooks that its FSDP alone has.
+                node.bwd_dw_callables = [types.SimpleNamespace(backward_dw=late, parameters=tuple)]
             return out, steps[-1].parts[-1].front if steps[-1].parts else None
         return attended, None
 
@@ -256,22 +256,13 @@ class _Passage:
         return cut
 
 
-class _Late:
+def _make_late(steps: Sequence[LayerStep], replayed: LayerStep, finish: Finish | None) -> None:
     """In place of what makes the late gradients of a layer: the same for one that has replayed."""
-
-    def __init__(self, steps: Sequence[LayerStep], replayed: LayerStep, finish: Finish | None) -> None:
-        self._steps, self._replayed, self._finish = steps, replayed, finish
-
-    def backward_dw(self) -> None:
-        for step in reversed(self._steps):
-            if step is not self._replayed:
-                step.run_late(step.step.module)
-            elif self._finish is not None:
-                self._finish()
-
-    def parameters(self) -> Iterable[Tensor]:
-        """Of these Megatron asks for hooks that its FSDP alone has."""
-        return ()
+    for step in reversed(steps):
+        if step is not replayed:
+            step.run_late(step.step.module)
+        elif finish is not None:
+            finish()
 
 
 def _run(submodule: _Function, mixture: Any, node: Any, hidden_states: Tensor) -> Any:
