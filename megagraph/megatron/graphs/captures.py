@@ -340,15 +340,11 @@ class Captures:
 
     def _find_ineligible(self) -> Mapping[int, Why]:
         """Those that no graph can replace, by index: the reason, and what was found."""
-        outside = [
-            param
-            for name, module in self.model.named_children()
-            if name != "decoder"
-            for param in module.parameters()
-        ]
-        outside += [
-            param for module in self.plan.eager_modules() for param in module.parameters(recurse=False)
-        ]
+        in_sites = {module for spec in self.specs for module in spec.modules()}
+        modules = [it for layer in self.plan.layers() for it in layer.modules() if it not in in_sites]
+        children = [child for name, child in self.model.named_children() if name != "decoder"]
+        modules += [it for child in children for it in child.modules()]
+        outside = [param for module in modules for param in module.parameters(recurse=False)]
         found = ineligible_sites(
             self.specs,
             other_params=outside,

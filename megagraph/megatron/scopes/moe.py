@@ -315,11 +315,6 @@ def _copied_or_shared(layer: Any) -> Sequence[int]:
     return (*permuted, *_place_of_shared(layer, 5))
 
 
-def _permutes_before_dispatch(layer: nn.Module) -> bool:
-    permuting = seams.DISPATCH_PREPROCESS.owner()
-    return isinstance(getattr(experts_of(layer), "token_dispatcher", None), permuting)
-
-
 _LEAVE_OUT = "leave 'moe_preprocess' out of cuda_graph_modules"
 # Options, off by default.
 _UNSUPPORTED = (
@@ -349,7 +344,9 @@ def _unsupported_preprocess(layer: Any) -> str | None:
 
 PREPROCESS = LayerPart(
     name="moe_preprocess",
-    is_in=_permutes_before_dispatch,
+    is_in=lambda layer: isinstance(  # permutes before its dispatch
+        getattr(experts_of(layer), "token_dispatcher", None), seams.DISPATCH_PREPROCESS.owner()
+    ),
     run=in_mlp(_permute),
     transient=_copied_or_shared,
     check=_unsupported_preprocess,

@@ -133,10 +133,7 @@ _ATTENTION = LayerPart(
 
 def run_mlp(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
     """The second half of a TransformerLayer, whatever its `mlp` is."""
-
-    def own() -> Any:
-        return layer._forward_mlp(hidden_states, padding_mask=arguments.get("padding_mask"))
-
+    own = functools.partial(layer._forward_mlp, hidden_states, padding_mask=arguments.get("padding_mask"))
     return _run_half(layer, hidden_states, arguments, own, _forward_attention=_no_attention)
 
 

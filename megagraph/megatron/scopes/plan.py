@@ -34,19 +34,7 @@ from megagraph.megatron.scopes.parts import (
 from megagraph.megatron.watch import weakly
 from megagraph.reasons import EagerReason, Why
 
-__all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
-
-PARTS: Sequence[LayerPart] = (*DENSE, moe.EXPERTS)
-
-
-def without_history(out: Any) -> Any:
-    """What a step hands out, as its caller has it.
-
-    Megatron adds residuals with gradients switched on, also where the caller has them off.
-    """
-    if torch.is_grad_enabled():
-        return out
-    return out.detach() if isinstance(out, Tensor) else [each.detach() for each in out]
+__all__ = ["BlockPlan", "LayerStep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +58,14 @@ class LayerStep:
         return self.run(self.step.module, before, arguments)
 
     def run_eager(self, before: Any, arguments: Mapping[str, Any]) -> Any:
-        """Runs it on what the step before has handed on for a canonical pack."""
-        return without_history(self.run_own(None, before, arguments))
+        """Runs it on what the step before has handed on for a canonical pack.
+
+        Megatron adds residuals with gradients switched on, also where the caller has them off.
+        """
+        out = self.run_own(None, before, arguments)
+        if torch.is_grad_enabled():
+            return out
+        return out.detach() if isinstance(out, Tensor) else [each.detach() for each in out]
 
 
 class BlockPlan:
@@ -175,11 +169,6 @@ class BlockPlan:
         graphed = itertools.chain(*(parts for parts, _is_split in self._graphed.values()))
         return [seams.ROUTING.function] if any(part.routes for part in graphed) else []
 
-    def eager_modules(self) -> list[nn.Module]:
-        """What of the layers no site answers for."""
-        in_sites = {id(module) for spec in self.specs for module in spec.modules()}
-        return [module for layer in self.layers() for module in layer.modules() if id(module) not in in_sites]
-
     def joined(self, borders: Collection[int], alone: Collection[int]) -> "BlockPlan":
         """The plan with neighbouring whole layers as one site from border to border, but those `alone`."""
         groups: list[list[LayerStep]] = []
@@ -201,7 +190,7 @@ class BlockPlan:
         return plan
 
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
-        parts = [part for part in PARTS if part.is_in(layer)]
+        parts = [part for part in (*DENSE, moe.EXPERTS) if part.is_in(layer)]
         if moe.EXPERTS in parts:  # as the last one
             parts[-1:] = self._parts_of_experts(index, layer, scopes, parts[:-1])
         graphed = [part for part in parts if not scopes or part.name in scopes]
