@@ -186,19 +186,17 @@ def grouped_experts() -> type[Any]:
             """Draws expert by expert, as Megatron does where each is a module."""
             from megatron.core.tensor_parallel import random
 
-            config = self.config
-            first = self.linear_fc1, config.init_method
-            second = self.linear_fc2, config.output_layer_init_method
+            config, stream = self.config, random.get_expert_parallel_rng_tracker_name()
+            inits = config.init_method, config.output_layer_init_method
             for expert in range(self.num_local_experts):
-                for linear, init in (first, second):
-                    weight = linear.weight[expert]
+                for projection, init in zip(_PROJECTIONS, inits, strict=True):
+                    weight = getattr(self, projection).weight[expert]
                     if config.use_cpu_initialization:
                         drawn = torch.empty(weight.shape, dtype=torch.float)
                         init(drawn)
                         weight.copy_(drawn)
                     else:
-                        name = random.get_expert_parallel_rng_tracker_name()
-                        with random.get_cuda_rng_tracker().fork(name):
+                        with random.get_cuda_rng_tracker().fork(stream):
                             init(weight)
 
         def forward(

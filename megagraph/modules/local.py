@@ -10,6 +10,7 @@ physical then, every document's length a multiple of twice the number of ranks, 
 collectives are torch's, of the group that is given.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -132,9 +133,11 @@ _WAYS = {
 }
 
 
-def _unknown(cp_comm_type: str | None) -> ValueError:
-    known = ", ".join(filter(None, _WAYS))
-    return ValueError(f"VarlenAttention: expected cp_comm_type of {known}, got {cp_comm_type}")
+def _way(cp_comm_type: str | None) -> Callable[..., Tensor]:
+    if cp_comm_type not in _WAYS:
+        known = ", ".join(filter(None, _WAYS))
+        raise ValueError(f"VarlenAttention: expected cp_comm_type of {known}, got {cp_comm_type}")
+    return _WAYS[cp_comm_type]
 
 
 def _is_causal(attn_mask_type: Any) -> bool:
@@ -181,18 +184,16 @@ class VarlenAttention(nn.Module):
         if cp_comm_type is None and config.context_parallel_size == 1:
             found = getattr(config, "cp_comm_type", None)
             cp_comm_type = found[layer_number - 1] if isinstance(found, (list, tuple)) else found
-        elif cp_comm_type not in _WAYS:
-            raise _unknown(cp_comm_type)
+        else:
+            _way(cp_comm_type)
         lacking = {"window_size": None, "softmax_type": "vanilla", "apply_query_key_layer_scaling": False}
         for option, expected in lacking.items():
             if (found := getattr(config, option, expected)) != expected:
                 raise ValueError(f"VarlenAttention: expected {option} {expected}, got {found}")
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type
-        is_shared = config.context_parallel_size > 1
-        self.cp_group: _Group | None = (
-            getattr(further.get("pg_collection"), "cp", None) if is_shared else None
-        )
+        is_shared, groups = config.context_parallel_size > 1, further.get("pg_collection")
+        self.cp_group: _Group | None = getattr(groups, "cp", None) if is_shared else None
         if is_shared and self.cp_group is None:
             raise ValueError(
                 f"VarlenAttention: expected a pg_collection with the context-parallel group of "
@@ -235,9 +236,7 @@ class VarlenAttention(nn.Module):
         how: dict[str, Any] = {"softmax_scale": self.softmax_scale, "causal": causal}
         if group is None:
             return _attend(query, key, value, offsets, longest, **how).flatten(1)
-        if self.cp_comm_type not in _WAYS:  # of the config alone, whose other users may know it
-            raise _unknown(self.cp_comm_type)
-        attend = _WAYS[self.cp_comm_type]
+        attend = _way(self.cp_comm_type)  # of the config alone others' may be unknown here
         return attend(query, key, value, offsets, longest, group, **how).flatten(1)
 
     def _group_of(self, params: Any) -> _Group | None:
@@ -275,12 +274,11 @@ class Norm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        normalization: str = config.normalization
-        if normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(f"Norm: expected normalization 'LayerNorm' or 'RMSNorm', got {normalization!r}")
+        self.normalization: str = config.normalization
+        if (found := self.normalization) not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"Norm: expected normalization 'LayerNorm' or 'RMSNorm', got {found!r}")
         if config.memory_efficient_layer_norm:
             raise ValueError("Norm: expected memory_efficient_layer_norm False, got True")
-        self.normalization = normalization
         self.is_zero_centered: bool = config.layernorm_zero_centered_gamma
         self.normalized_shape = (hidden_size,)
         self.eps = eps
