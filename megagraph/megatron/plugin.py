@@ -82,7 +82,7 @@ class Plugin:
         return self._add(model) if graphs is None else graphs
 
     def graphs_around(self, module: nn.Module) -> GraphedModel | None:
-        """The graphs of the model that has a module among its layers, of those that have run; else None."""
+        """The graphs of the model whose layers have a module, if it has run and is not refused; else None."""
         if module not in self._around and module not in self._outside:
             self._outside.add(module)
             for graphs in self.all_graphs():
@@ -90,7 +90,8 @@ class Plugin:
                 layers = () if model is None else model.get_submodule("decoder").modules()
                 if any(module is inside for inside in layers):
                     self._around[module] = graphs
-        return self._around.get(module)
+        found = self._around.get(module)
+        return None if found is None or found.refusal is not None else found
 
     def _add(self, model: Any) -> GraphedModel:
         ddp, stages = find_ddp(self.step_models, model), schedule_of(model)
@@ -103,8 +104,9 @@ class Plugin:
         with about(name), torch.inference_mode(False):  # its tensors are written later, in any mode
             graphs = GraphedModel(model, ddp, self.config, name)
         graphs.changes.set_suspended(self._is_suspended)
-        self._graphs[key_of(model)] = graphs
-        self._when_gone(model, self._let_go, key_of(model))
+        key = key_of(model)
+        self._graphs[key] = graphs
+        self._when_gone(model, lambda: self.gone.append(self._graphs.pop(key)))
         blocks: tuple[Any, Any] = model.decoder, getattr(model, "mtp", None)
         for block in blocks:
             if block is not None:
@@ -115,9 +117,6 @@ class Plugin:
         if any(graphs is other for other in self._graphs_inside(self.step_models)):
             self.step_graphs.add(graphs)
         return graphs
-
-    def _let_go(self, key: int) -> None:
-        self.gone.append(self._graphs.pop(key))
 
     def _when_gone(self, module: nn.Module, forget: Callable[..., object], *args: Any) -> None:
         finalizer = weakref.finalize(module, forget, *args)
@@ -195,7 +194,12 @@ class Plugin:
                 for graphs in ran:
                     graphs.after_step()
                 if not kwargs.get("forward_only", False):
-                    self._after_training_step(ran)
+                    for graphs in ran:
+                        graphs.after_training_step()
+                    self.training_steps += 1
+                    interval = self.config.log_interval
+                    if interval and self.training_steps % interval == 0:
+                        self.leave_report()
                 return result
             except BaseException:
                 for graphs in inside:
@@ -205,14 +209,6 @@ class Plugin:
                 self.step_models, self.step_graphs = outer
 
         return forward_backward
-
-    def _after_training_step(self, ran: Sequence[GraphedModel]) -> None:
-        for graphs in ran:
-            graphs.after_training_step()
-        self.training_steps += 1
-        interval = self.config.log_interval
-        if interval and self.training_steps % interval == 0:
-            self.leave_report()
 
     def before_groups_go(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps what destroys process groups: graphs that hold their collectives go first."""

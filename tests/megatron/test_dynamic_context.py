@@ -436,7 +436,7 @@ def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() ->
     parallel = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     trainer = context_jobs.new_trainer(model={"experts": True}, cp_sizes=(2,), **parallel)
     peers, before = Peers(trainer.chunk, (2,)), sees(trainer)
-    assert peers.context.of_size(2) is not peers.context.own_group()
+    assert peers.context.of_size(2) is not peers.context.own_group
     with peers.context.showing_size(2):
         assert sees(trainer) == before
 

@@ -380,8 +380,7 @@ class Captures:
 
     def are_kept_out_otherwise(self) -> bool:
         """Whether other layers than before the first capture must be in no graph, here or on another rank."""
-        (somebodys,) = self._peers.max_over_ranks([int(self._kept_out_now() != self._kept_out)])
-        return bool(somebodys)
+        return self._peers.max_over_ranks([int(self._kept_out_now() != self._kept_out)]) != [0]
 
     # -- which are joined ------------------------------------------------------------------------
 

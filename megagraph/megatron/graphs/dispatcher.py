@@ -13,7 +13,7 @@ capacities are known packs run as given, and need equal rows as with Megatron al
 the same step boundary.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megagraph import _C
@@ -67,7 +67,7 @@ class Dispatcher(_C.Dispatcher):
         )
         # Whether every micro-batch has a padding mask, which its ranks share with the rows.
         self.masks_at_entry = masks_tail and pads_at_entry
-        self._tail, self._context = config.tail, context
+        self._tail, self._context, self._tensor = config.tail, context, peers.tensor
         self._waited = self._evaluations = 0  # steps
         self.expected_tokens = 0  # of a rank's share of a pack, as the schedule says; 0 or 1 if it does not
         largest = context.sizes[-1]
@@ -97,11 +97,8 @@ class Dispatcher(_C.Dispatcher):
         """Capacities for packs that do not say by how many ranks they are shared."""
         return self.by_cp_size.get(self._context.size, ())
 
-    def check(self, rows: Callable[[int], int]) -> None:
-        """Raises `ValueError` if the ranks of the model cannot run packs of these capacities.
-
-        `rows` does so too, which makes a tensor-parallel rank's rows of a pack's tokens.
-        """
+    def check(self) -> None:
+        """Raises `ValueError` if the ranks of the model cannot run packs of these capacities."""
         numbers = sorted({capacity.tokens for capacity in self.known})
         if self.needs_equal_rows and len(numbers) > 1:
             raise ValueError(
@@ -111,7 +108,7 @@ class Dispatcher(_C.Dispatcher):
             )
         for cp_size, capacities in self.by_cp_size.items():
             for capacity in capacities:
-                rows(capacity.tokens)
+                self._tensor.rows(capacity.tokens)
                 if cp_size > 1 and capacity.tokens % 2:
                     raise ValueError(
                         f"expected capacities of an even number of tokens, which {cp_size} context-parallel "

@@ -111,17 +111,11 @@ class Entries:
         is_new, doors.is_own = doors.is_own is None, bool(doors.is_own)
         return EagerReason.WARMING_UP if is_new and not doors.problem else EagerReason.SCOPE_UNSUPPORTED
 
-    def block_bypassed(self, batch: MicroBatch | EagerReason) -> EagerReason:
-        """Takes note of a call of the block that ran as given. Returns how it counts.
-
-        That is why the micro-batch was to run as given, if it was not to run on the canonical pack.
-        """
-        self.block.reached += 1
-        self.block.is_own = bool(self.block.is_own)
-        return self.block_missed(batch)
-
     def block_missed(self, batch: MicroBatch | EagerReason) -> EagerReason:
-        """The same of a micro-batch that did not get to where the plugin acts in the block."""
+        """Takes note of a micro-batch that did not get to where the plugin acts in the block.
+
+        Returns how it counts: why it was to run as given, if it was not to run on the canonical pack.
+        """
         if isinstance(batch, EagerReason):
             return batch
         doors = self.block

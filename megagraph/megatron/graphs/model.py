@@ -104,7 +104,7 @@ class GraphedModel:
     def _begin(self) -> None:
         """Meets the first state, if nothing keeps the model eager, or does any more."""
         if self.refusal is None:
-            self.dispatcher.check(self.tensor.rows)
+            self.dispatcher.check()
             if self._config.mode == "graph":
                 self.changes.begin()
 

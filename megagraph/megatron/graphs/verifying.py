@@ -13,7 +13,7 @@ from megagraph._C import Capacity, PackShape, VariantKey
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import GroupGaveUp
-from megagraph.bank.verify import Example, Verification, verify
+from megagraph.bank.verify import Difference, Example, verify
 from megagraph.config import GraphConfig
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import MicroBatch
@@ -127,8 +127,7 @@ class Verifier:
             return {}
         found: dict[int, Why] = {}
         for key in keys:
-            verification = self._verify(bank, key)
-            for difference in () if verification is None else verification.differences:
+            for difference in self._verify(bank, key):
                 found.setdefault(difference.index, (EagerReason.VERIFY_FAILED, str(difference)))
             if self._kept_memory is not None and key in bank.variants:
                 why = EagerReason.VERIFY_FAILED, self._kept_memory
@@ -136,19 +135,19 @@ class Verifier:
         elsewhere = "its graph is wrong on another rank of the group"
         return found_anywhere(self._peers, found, len(bank.specs), elsewhere)
 
-    def _verify(self, bank: Bank, key: VariantKey) -> Verification | None:
+    def _verify(self, bank: Bank, key: VariantKey) -> Sequence[Difference]:
         kept = self._example(key)
         can = key in bank.variants and kept is not None
         if bank.options.somewhere(not can) or kept is None:
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), _NO_EXAMPLE))
-            return None
+            return ()
         start = time.perf_counter()
         kept.valid_rows = self._valid_rows(kept, key)
         try:
             verification = verify(bank, key, kept)
         except KeptMemoryError as error:
             self._kept_memory = f"a module keeps memory of its call, over which graphs would write: {error}"
-            return None
+            return ()
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
             if self._peers.size > 1 and isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -156,7 +155,7 @@ class Verifier:
             what = "; ".join(filter(None, self._peers.gather(own)))
             log.warning("graphs for %s could not be verified, and are used: %s", key.capacity, what)
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), what))
-            return None
+            return ()
         finally:
             self._seconds += time.perf_counter() - start
         why = {index: f"{_NOT_TAKEN} ({reason})" for index, reason in verification.not_run.items()}
@@ -164,7 +163,7 @@ class Verifier:
         self._verified += not verification.not_run
         self._bytes = max(self._bytes, verification.most_bytes)
         self._within_spread |= {bank.specs[index].name for index in verification.within_spread}
-        return verification
+        return verification.differences
 
     def _example(self, key: VariantKey) -> _Kept | None:
         """A micro-batch that a variant holds: one that was padded to its capacity, or else the latest."""

@@ -18,6 +18,7 @@ ranks share than the model's own are counted as if those had shared them.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,7 +48,6 @@ class ContextRanks:
 
     def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
         self._model, self._cp_sizes = weakref.ref(model), tuple(cp_sizes)
-        self._own: tuple[_Group | None] | None = None  # as far as it is known
         self.size = self._own_size()
         self.sizes: tuple[int, ...] = tuple(sorted({self.size, *cp_sizes}))  # of all groups
         self.is_dynamic = bool(cp_sizes)  # packs say by how many ranks they are shared
@@ -81,7 +81,7 @@ class ContextRanks:
         if model is None or not self.is_dynamic:
             return
         if self._of_sizes is None:
-            found, own, own_size = context_groups(self._cp_sizes), self.own_group(), self._own_size()
+            found, own, own_size = context_groups(self._cp_sizes), self.own_group, self._own_size()
             if self.size != own_size:
                 raise ValueError(
                     f"cp_sizes: expected a group of the model's own {self.size} context-parallel ranks, as "
@@ -105,14 +105,13 @@ class ContextRanks:
         if self._has_others:
             self._check()
 
+    @functools.cached_property
     def own_group(self) -> _Group | None:
-        """The group that the model was built with; None for one rank."""
-        if self._own is None:  # never while another one is shown
-            self._own = (groups_of_pack(self._model()).get("cp"),)
-        return self._own[0]
+        """The group that the model was built with, found while no other one is shown; None for one rank."""
+        return groups_of_pack(self._model()).get("cp")
 
     def _own_size(self) -> int:
-        own = self.own_group()
+        own = self.own_group
         return 1 if own is None else own.size()
 
     def leave(self, group: _Group | None) -> None:
@@ -121,7 +120,7 @@ class ContextRanks:
         Those are destroyed by all ranks of the job, which look up others. One alone is destroyed by its own
         ranks, which cannot make another without the rest.
         """
-        self._own = None
+        vars(self).pop("own_group", None)
         if group is None or group is distributed.group.WORLD:
             self._of_sizes = None
         elif any(group is known for known in self.known()):
@@ -129,20 +128,20 @@ class ContextRanks:
 
     def are_own(self, cp_size: int, group: _Group | None) -> bool:
         """Whether ranks that share a pack, of a group if the pack names one, are the model's own in order."""
-        own = self.own_group()
+        own = self.own_group
         is_all = cp_size == 1 or group is None or group is own
         return cp_size == self.size and (is_all or _in_order(group) == _in_order(own))
 
     def of_size(self, cp_size: int) -> _Group | None:
         """This rank's group of a size; None for one rank, and if groups have been forgotten."""
         if cp_size not in self._cp_sizes:
-            return self.own_group()
+            return self.own_group
         return None if self._of_sizes is None else self._of_sizes.of_size(cp_size)
 
     def by_size(self) -> dict[int, tuple[_Group | None, ...]]:
         """This rank's groups of every size: that of the graphs, and of the model's own size its own too."""
         groups = {size: (self.of_size(size),) for size in self.sizes}
-        return {**groups, self.size: (*groups[self.size], self.own_group())}
+        return {**groups, self.size: (*groups[self.size], self.own_group)}
 
     def known(self) -> Iterable[_Group]:
         """The groups of several sizes, as far as there are any."""

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from megagraph.megatron.graphs.dispatcher import MicroBatch
-from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes import moe
 from megagraph.megatron.seams import ROUTING, is_replaced, permutation_sorts
@@ -37,12 +36,6 @@ __all__ = [
 _padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding", default=None)
 
 
-def _graphs_of(plugin: Plugin, router: Any) -> GraphedModel | None:
-    """Those of a router's model if it runs on canonical packs."""
-    graphs = plugin.graphs_around(router)
-    return None if graphs is None or graphs.refusal is not None else graphs
-
-
 def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `TopKRouter.forward`: a router that is told what to choose has the rows that were given.
 
@@ -51,7 +44,7 @@ def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., A
     """
 
     def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-        graphs = _graphs_of(plugin, router) if moe.has_forced_routing(router) else None
+        graphs = plugin.graphs_around(router) if moe.has_forced_routing(router) else None
         batch = None if graphs is None else graphs.running
         if not isinstance(batch, MicroBatch) or batch.is_as_given:
             return original(router, input, padding_mask, **further)
@@ -79,7 +72,7 @@ def wrap_routing(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., 
     """Wraps `TopKRouter.routing`: makes the mask known to the choice of experts inside."""
 
     def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-        if padding_mask is None or _graphs_of(plugin, router) is None:
+        if padding_mask is None or plugin.graphs_around(router) is None:
             return original(router, logits, padding_mask=padding_mask, **further)
         token = _padding.set(padding_mask.reshape(-1, 1))
         try:

@@ -162,7 +162,10 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
         reached = doors.reached
         out = original(block, *args, **kwargs)
         if doors.reached == reached:
-            reason = graphs.entries.block_bypassed(batch)
+            now = graphs.entries.block
+            now.reached += 1
+            now.is_own = bool(now.is_own)
+            reason = graphs.entries.block_missed(batch)
             _args, given = by_name(doors.names, args, kwargs)
             entered = given.get("hidden_states")
             graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
