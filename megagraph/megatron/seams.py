@@ -95,13 +95,19 @@ def stand_in(owner: Any, **values: Any) -> contextlib.ExitStack:
 
 @contextlib.contextmanager
 def as_before(*owned: MutableMapping[Any, Any]) -> Iterator[None]:
-    """Puts back what dictionaries held, in its order, whatever happens inside: attributes, say, or hooks."""
+    """Puts back what dictionaries held, in its order, whatever happens inside: attributes, or hooks.
+
+    Attributes may be added inside, or get other values.
+    """
     before = [dict(each) for each in owned]
     try:
         yield
     finally:
         for now, held in zip(owned, before, strict=True):
-            now.clear()
+            for name in now.keys() - held.keys():
+                del now[name]
+            if [*now] != [*held]:  # never of attributes: another thread may need one at this moment
+                now.clear()
             now.update(held)
 
 
