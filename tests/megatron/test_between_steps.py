@@ -108,7 +108,7 @@ def test_a_list_that_stands_before_the_blocks_own_layers_is_noticed(pair: rig.Pa
         block = trainer.chunk.decoder
         vars(block)["layers"] = [*reversed(block.layers)]
     pair.step(rig.ONE)
-    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "PARAMETERS_CHANGED": rig.LAYERS}
+    pair.ran(WARMING_UP=rig.LAYERS, PARAMETERS_CHANGED=rig.LAYERS)
 
 
 def test_suspended_models_run_eager_and_replay_again_after_resume(pair: rig.Pair) -> None:
@@ -180,10 +180,8 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
     # Or the last call's alone would do.
     alone = rig.step(pair.eager, last, update=False, eager=True).grads
     assert not any(torch.equal(grad, alone[name]) for name, grad in both[1][-1].grads.items())
-    report = pair.report()
     # The first schedule call is the warm-up; each is a boundary.
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
-    assert report["replays"] == (3 * 6 - 2) * rig.LAYERS
+    pair.ran((3 * 6 - 2) * rig.LAYERS, WARMING_UP=2 * rig.LAYERS)
 
 
 def test_what_is_frozen_is_not_reported_as_ready() -> None:
@@ -199,7 +197,7 @@ def test_what_is_frozen_is_not_reported_as_ready() -> None:
         _trains(trainer.chunk, "^(?!.*linear_fc1)")
     for _ in range(3):
         assert_same_bits(*pair.each(accumulate))
-    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "STATE_CHANGED": rig.LAYERS}
+    pair.ran(WARMING_UP=rig.LAYERS, STATE_CHANGED=rig.LAYERS)
     for trainer in pair.both:
         with pytest.raises(AssertionError, match="has not been issued"):
             rig.step(trainer, [rig.ONE], eager=trainer is pair.eager)
@@ -215,10 +213,9 @@ def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(p
     for index in range(3):
         assert_same_bits(*pair.each(work), f"step {index}")
         pair.evaluate(rig.ONE, rig.TWO)
-    report = pair.report()
     first_of_steps = {} if rig.OPTIONS.bf16 else {"PARAMETERS_CHANGED": 2 * rig.LAYERS}
-    assert report["eager"] == {"WARMING_UP": (3 + 2) * rig.LAYERS, **first_of_steps}
-    assert report["replays"] == (2 * (3 + 2) - (0 if rig.OPTIONS.bf16 else 2)) * rig.LAYERS
+    replays = 2 * (3 + 2) * rig.LAYERS - sum(first_of_steps.values())
+    pair.ran(replays, WARMING_UP=(3 + 2) * rig.LAYERS, **first_of_steps)
 
 
 def test_what_cannot_be_captured_under_other_settings_is_tried_once(

@@ -41,12 +41,10 @@ def test_all_layers_have_one_graph_for_each_pass(pair: rig.Pair) -> None:
         pair.step(rig.ONE, rig.TWO, FULL)
     pair.evaluate(rig.ONE, FULL)
     pair.evaluate(rig.TWO, rig.ONE)
-    report = pair.report()
     assert sites(pair) == ["layers 0 to 5"]
-    assert (report["layers"], report["sites"], report["graphs"]) == (LAYERS, 1, 3)
     # Calls are those of layers, also where one graph makes them.
-    rig.ran(report, (3 * 3 + 2) * LAYERS, WARMING_UP=(3 + 2) * LAYERS)
-    assert report["verification"]["verified"] == 2
+    figures = {"layers": LAYERS, "sites": 1, "graphs": 3, "verified": 2}
+    pair.ran((3 * 3 + 2) * LAYERS, **figures, WARMING_UP=(3 + 2) * LAYERS)
 
 
 def _layer(pair: rig.Pair, index: int) -> Any:
@@ -76,12 +74,10 @@ def test_a_layer_at_fault_is_named_and_cut_out(
     for index, reason in at_fault.items():
         FAULTS[reason](_layer(pair, index).mlp)
     pair.step(rig.ONE, rig.TWO, times=4)
-    report = pair.report()
     assert sites(pair) == joined
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **dict.fromkeys(at_fault.values(), 3 * 2)}
-    assert report["replays"] == 3 * 2 * (LAYERS - len(at_fault))
-    failures = sorted(report["failures"])
-    for failure, (index, reason) in zip(failures, at_fault.items(), strict=True):
+    eager, replays = dict.fromkeys(at_fault.values(), 3 * 2), 3 * 2 * (LAYERS - len(at_fault))
+    report = pair.ran(replays, failures=len(at_fault), WARMING_UP=2 * LAYERS, **eager)
+    for failure, (index, reason) in zip(sorted(report["failures"]), at_fault.items(), strict=True):
         assert failure.startswith(f"layer {index} (TransformerLayer)") and reason in failure
 
 
@@ -100,9 +96,8 @@ def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: 
             _layer(pair, index).mlp, lambda: rig.is_capturing() and (passed.append(0) or len(passed) > 2)
         )
     pair.step(rig.ONE, rig.TWO, times=3)
-    report = pair.report()
     assert sites(pair) == [f"layer {index}" for index in range(LAYERS)]
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["failures"] == []
+    pair.ran(WARMING_UP=2 * LAYERS)
 
 
 def test_a_hook_that_comes_later_cuts_and_one_that_goes_joins_again(pair: rig.Pair) -> None:
@@ -156,8 +151,7 @@ def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(caplog: pyte
 )
 def test_layers_of_other_models_are_joined(make: rig.Make, given: dict[str, Any], layers: int) -> None:
     report = rig.Pair(make, plugin=CHUNKS, **given).train(rig.steps_of(4, masks=True))
-    assert (report["layers"], report["sites"]) == (layers, 1) and report["failures"] == []
-    assert report["eager"] == {"WARMING_UP": 3 * layers}
+    rig.ran(report, layers=layers, sites=1, WARMING_UP=3 * layers)
 
 
 @on_ranks(2)
@@ -192,8 +186,8 @@ def test_bits_on_ranks(world2: World, name: str) -> None:
     options, layers, sites = TRAININGS[name]
     for of_rank in world2.run(pipeline_jobs.train_pair, layers=layers, plugin=CHUNKS, **options):
         for report in of_rank:
-            assert report["layers"] == layers and report["sites"] in sites
-            assert report["eager"] == {"WARMING_UP": report["first"] * layers} and report["failures"] == []
+            assert report["sites"] in sites
+            rig.ran(report, layers=layers, WARMING_UP=report["first"] * layers)
 
 
 def test_ranks_that_share_layers_are_cut_alike(world2: World) -> None:

@@ -109,8 +109,7 @@ def test_a_step_that_raises_before_all_is_finished_leaves_the_next_one_right(num
 
     graphed = train(steps, "graph", delays="unfused", around=around)
     assert_same_bits(train([*steps[:BREAKS], *steps[BREAKS + 1 :]], "eager", delays="unfused"), graphed)
-    assert graphed.report["failures"] == []
-    assert graphed.report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS}
+    rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS)
 
 
 @pytest.mark.parametrize(("layer", "since"), [*((layer, 0) for layer in range(CALLS)), (0, COUNTS[2] - 1)])

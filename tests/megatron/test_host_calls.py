@@ -16,7 +16,7 @@ import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, forward, graph_config, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, forward, graph_config, ran, report_of, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -153,11 +153,9 @@ def test_calls_before_the_first_schedule_replay_although_a_ddp_is_around(install
     for _ in range(4):
         with torch.no_grad():
             forward(trainer.chunk, PACKS[0], trainer.device)
-    (report,) = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": LAYERS} and report["failures"] == []
+    ran(report_of(trainer), WARMING_UP=LAYERS)
     step(trainer, [PACKS[0]], update=False, times=3)
-    (report,) = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["replays"] == (3 + 2) * LAYERS
+    ran(report_of(trainer), (3 + 2) * LAYERS, WARMING_UP=2 * LAYERS)
 
 
 def test_what_the_hooks_of_a_ddp_were_taken_for_is_no_failure_once_a_schedule_shows_it(

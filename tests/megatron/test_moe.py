@@ -67,8 +67,7 @@ def test_a_block_that_runs_its_layers_itself(scopes: Sequence[str]) -> None:
     pair = Pair(ExpertTrainer, plugin={"cuda_graph_modules": scopes}, **PADS)
     for trainer in pair.both:
         trainer.chunk.decoder.__class__ = OwnBlock
-    report = pair.train(steps_of(3, tails=False))
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
+    rig.ran(pair.train(steps_of(3, tails=False)), WARMING_UP=2 * 3 * 2)
 
 
 # -- state that no module owns -----------------------------------------------------------------------
@@ -150,8 +149,7 @@ def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:
 
 @pytest.mark.skipif(seams.permutation_sorts(), reason="this release sorts")
 def test_a_release_that_permutes_by_a_mask_is_named(trained: Any) -> None:
-    report = report_of(trained(ALL, 3, tails=False))
-    assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * 2}
+    report = rig.ran(report_of(trained(ALL, 3, tails=False)), failures=1, SCOPE_UNSUPPORTED=3 * 3 * 2)
     assert "this release of megatron-core permutes into shapes that only the" in report["failures"][0]
 
 
@@ -218,17 +216,10 @@ OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str]] = {
 @pytest.mark.parametrize("case", OWN_PACKS)
 def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
     scopes, changes, failure = OWN_PACKS[case]
+    refused = {"SCOPE_UNSUPPORTED": 2 * PACKS} if failure else {}
     for report in world2.run(parallel_jobs.train_experts, scopes=(*scopes, "mlp"), **changes):
-        refused = {"SCOPE_UNSUPPORTED": 2 * PACKS} if failure else {}
-        assert report["eager"] == {"WARMING_UP": PACKS * 2, **refused}
-        assert len(report["failures"]) == bool(failure) and failure in "".join(report["failures"])
-
-
-def check_spread(reports: list[dict[str, Any]], misfits: int) -> None:
-    """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
-    assert [report["failures"] for report in reports] == [[], []]
-    assert reports[0]["eager"] == {"WARMING_UP": PACKS * 2}
-    assert reports[1]["eager"] == {"WARMING_UP": PACKS * 2, "TOO_MANY_SEQUENCES": misfits * 2}
+        rig.ran(report, failures=bool(failure), WARMING_UP=PACKS * 2, **refused)
+        assert failure in "".join(report["failures"])
 
 
 SPREAD: dict[str, tuple[Sequence[str], moe_rig.Config]] = {
@@ -246,10 +237,13 @@ SPREAD: dict[str, tuple[Sequence[str], moe_rig.Config]] = {
 
 @pytest.mark.parametrize("case", SPREAD)
 def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
+    """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
     scopes, changes = SPREAD[case]
     if case == "permuted" and not moe_rig.can_permute(changes):
         pytest.skip("this release permutes into shapes that only the device knows")
-    check_spread(world2.run(parallel_jobs.train_spread, scopes=(*scopes, "mlp"), misfits_on=1, **changes), 1)
+    reports = world2.run(parallel_jobs.train_spread, scopes=(*scopes, "mlp"), misfits_on=1, **changes)
+    for report, misfits in zip(reports, ({}, {"TOO_MANY_SEQUENCES": 2}), strict=True):
+        rig.ran(report, WARMING_UP=PACKS * 2, **misfits)
 
 
 @pytest.mark.parametrize("scopes", [("attn",), (*BOTH, "mlp")], ids=str)
@@ -280,8 +274,6 @@ def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> Non
 
 # -- what no scope can graph ---------------------------------------------------------------------------
 
-WARM_UP = {"WARMING_UP": 3 * 2}
-
 # As of one stage of a pipeline whose dense layers lie in another.
 ELSEWHERE = {**moe_rig.CASES["drop"], "moe_layer_freq": [0, 1]}
 
@@ -292,8 +284,7 @@ def test_a_model_of_which_nothing_can_be_graphed_has_the_bits_of_an_unpatched_on
     given = rig.steps_of(2, tails=False)
     ours = rig.train(rig.graph_config(cuda_graph_modules="mlp", mode=mode), given, ExpertTrainer, **ELSEWHERE)
     assert_same_bits(ours, rig.train(None, given, ExpertTrainer, **ELSEWHERE))
-    assert ours.report["eager"] == {"SCOPE_UNSUPPORTED": 2 * 3 * 2}
-    assert ours.report["failures"] == [
+    assert rig.ran(ours.report, failures=1, SCOPE_UNSUPPORTED=2 * 3 * 2)["failures"] == [
         "GPTModel stays eager (SCOPE_UNSUPPORTED): no layer of it can be graphed; layer 0 "
         "(TransformerLayer): it has nothing that mlp would graph"
     ]
@@ -384,8 +375,7 @@ def test_an_error_leaves_the_next_step_right(way: str, place: str) -> None:
         for router in trainer.routers():
             router.local_tokens_per_expert.zero_()
     # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
-    report = pair.train(others)
-    assert report["eager"] == WARM_UP and report["replays"] == 3 * 3 * 2 + 1
+    rig.ran(pair.train(others), 3 * 3 * 2 + 1, WARMING_UP=3 * 2)
 
 
 @pytest.mark.skipif(

@@ -306,8 +306,7 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
 
     graphed = train(MICROS, "graph", around=around)
     assert_same_bits(undisturbed(), graphed)
-    report, in_step = graphed.report, len(MICROS[BREAKS]) * CALLS
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS}
+    report, in_step = rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS), len(MICROS[BREAKS]) * CALLS
     assert report["replays"] >= sum(map(len, MICROS)) * CALLS - COUNTS[0] * CALLS - in_step
 
 

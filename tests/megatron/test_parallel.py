@@ -45,9 +45,8 @@ def test_bits(world2: World, name: str) -> None:
     for report, later in zip(reports, eager, strict=True):
         layers = report["layers"]
         figures = {"failures": int("FOREIGN_HOOK" in later), "calls": (3 + 1) * PACKS * layers}
+        figures |= {"verified": 1, "unverified": 0}  # also while parameters are still to be gathered
         rig.ran(report, **figures, WARMING_UP=2 * PACKS * layers, **later)
-        # Also while parameters are still to be gathered.
-        assert (report["verification"]["verified"], report["verification"]["unverified"]) == (1, 0)
 
 
 def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:

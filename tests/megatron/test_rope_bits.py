@@ -201,9 +201,8 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", of_a_host)
     report = rope_rig.three_modes(rope_rig.canonical_steps(rig.CAPACITY, 2))["graph"].report
     assert len(calls) == 3 * (2 * 2 * rig.LAYERS * 2)  # runs of micro-batches of layers of queries and keys
-    assert report["eager"] == {"SCOPE_UNSUPPORTED": 2 * 2 * rig.LAYERS}
-    (failure,) = report["failures"]
-    assert "of_a_host" in failure
+    rig.ran(report, failures=1, SCOPE_UNSUPPORTED=2 * 2 * rig.LAYERS)
+    assert "of_a_host" in report["failures"][0]
 
 
 # -- frequencies of each token -------------------------------------------------------------------
@@ -245,17 +244,16 @@ def test_frequencies_that_differ_from_those_of_the_capture_run_as_they_were_give
     _handing(pair, change)
     for _ in range(2):
         pair.step(*(dataclasses.replace(micro, tail=0) for micro in PICTURES))
-    report = pair.report()
-    assert report["replays"] == before > 0 and report["failures"] == []
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, GOES_ON: 2 * 2 * rig.LAYERS}
+    assert before > 0
+    pair.ran(before, WARMING_UP=2 * rig.LAYERS, SIGNATURE_CHANGED=2 * 2 * rig.LAYERS)
 
 
 def test_a_pair_of_frequencies_is_staged_as_one() -> None:
     """Of queries and of keys."""
     pair = rig.Pair(**rope_rig.MROPE)
     _handing(pair, lambda freqs: (freqs, freqs * 0.5))
-    report = pair.train([[dataclasses.replace(PICTURES[0], seed=seed)] for seed in range(4)])
-    assert report["eager"] == {"WARMING_UP": rig.LAYERS} and report["replays"] == 3 * rig.LAYERS
+    pair.train([[dataclasses.replace(PICTURES[0], seed=seed)] for seed in range(4)])
+    pair.ran(3 * rig.LAYERS, WARMING_UP=rig.LAYERS)
 
 
 def test_nothing_is_captured_until_frequencies_are_known() -> None:
@@ -266,9 +264,7 @@ def test_nothing_is_captured_until_frequencies_are_known() -> None:
     for hook in hooks:
         hook.remove()
     pair.step(*micros, times=2)
-    report = pair.report()
-    assert report["eager"] == {GOES_ON: 2 * 2 * rig.LAYERS, "WARMING_UP": rig.LAYERS}
-    assert report["failures"] == []
+    pair.ran(SIGNATURE_CHANGED=2 * 2 * rig.LAYERS, WARMING_UP=rig.LAYERS)
 
 
 def test_frequencies_past_the_pack_never_reach_a_result(pair: rig.Pair) -> None:

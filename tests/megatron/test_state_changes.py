@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import megagraph
 from megagraph.demo.trainer import Trainer
-from megagraph.reasons import EagerReason
 
 PROBED = {"prepare": rig.around_mlps(Probe)}
 
@@ -163,9 +162,7 @@ def test_settings_that_change_inside_of_a_step_have_verified_graphs_in_the_next_
         pair.step(ONE)
     finally:
         torch.set_float32_matmul_precision("highest")
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": LAYERS}
-    assert (report["verification"]["verified"], report["verification"]["unverified"]) == (2, 0)
+    pair.ran(verified=2, unverified=0, WARMING_UP=LAYERS, NUMERICS_CHANGED=LAYERS)
 
 
 def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(caplog: Any) -> None:
@@ -238,9 +235,7 @@ def test_what_is_left_out_by_name_is_reported(pair: rig.Pair) -> None:
     for index in range(4):
         pair.graphed.chunk.decoder.layers[0].current_microbatch = index
         pair.step(rig.ONE)
-    report = pair.report()
-    assert report["eager"] == {EagerReason.WARMING_UP.name: rig.LAYERS}
-    assert "current_microbatch" in report["unguarded"]
+    assert "current_microbatch" in pair.ran(WARMING_UP=rig.LAYERS)["unguarded"]
 
 
 # -- what somebody sees who watches a run ------------------------------------------------------------

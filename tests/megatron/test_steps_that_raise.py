@@ -164,7 +164,6 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
     # On top of it, as a host that only counts the error would go on.
     assert_same_bits(*pair.each(partial(rig.step, micros=[rig.TWO, rig.ONE], update=False, adds=True)))
     pair.step(rig.ONE, rig.OTHER, times=2)
-    report = pair.report()
     # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.
-    assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * rig.LAYERS}
-    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 2 * 2) * rig.LAYERS
+    replays = ((2 + 2 + 2 if is_warm else 0) + 2 * 2) * rig.LAYERS
+    pair.ran(replays, WARMING_UP=(2 if is_warm else 2 + 2) * rig.LAYERS)

@@ -37,13 +37,12 @@ def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(caplog: pytest.Log
     pair.step(rig.ONE, rig.TWO, times=4)
     pair.evaluate(rig.ONE, rig.TWO)
     pair.evaluate(rig.TWO, rig.ONE)
-    report = pair.ran(3 * 2 + 2, failures=1, WARMING_UP=(2 + 2) * rig.LAYERS, VERIFY_FAILED=3 * 2 + 2)
-    (failure,) = report["failures"]
+    eager = {"WARMING_UP": (2 + 2) * rig.LAYERS, "VERIFY_FAILED": 3 * 2 + 2}
+    (failure,) = pair.ran(3 * 2 + 2, failures=1, verified=3, unverified=0, **eager)["failures"]
     assert failure.startswith(
         "layer 1 (TransformerLayer) stays eager (VERIFY_FAILED): output differs from eager"
     )
     assert failure in "\n".join(caplog.messages)
-    assert report["verification"]["verified"] == 3 and report["verification"]["unverified"] == 0
 
 
 def test_a_layer_whose_graph_was_wrong_gets_none_again() -> None:
@@ -60,8 +59,8 @@ def test_a_layer_whose_graph_was_wrong_gets_none_again() -> None:
                 parameter.data = parameter.data.clone()
         megagraph.resume()
         pair.step(rig.ONE, rig.TWO, times=2)
-    report = pair.ran(failures=1, WARMING_UP=2 * rig.LAYERS, VERIFY_FAILED=(2 + 2 * 2) * 2)
-    assert report["verification"]["unverified"] == 1
+    eager = {"WARMING_UP": 2 * rig.LAYERS, "VERIFY_FAILED": (2 + 2 * 2) * 2}
+    report = pair.ran(failures=1, unverified=1, **eager)
     assert captured and not any(captured)
     for trainer in pair.both:  # the other one takes its place, and its name
         trainer.chunk.decoder.layers = nn.ModuleList(reversed(trainer.chunk.decoder.layers))
@@ -102,8 +101,7 @@ def test_without_verification_it_would_replay(install: rig.Install) -> None:
     install(verify="off")
     trainer = rig.ModelTrainer(prepare=_baked)
     rig.step(trainer, [rig.ONE, rig.TWO], times=3)
-    report = rig.ran(rig.report_of(trainer), 2 * 2 * rig.LAYERS, WARMING_UP=2 * rig.LAYERS)
-    assert report["verification"]["verified"] == 0
+    rig.ran(rig.report_of(trainer), 2 * 2 * rig.LAYERS, verified=0, WARMING_UP=2 * rig.LAYERS)
 
 
 SMALL, LARGE = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=tokens) for tokens in (32, 64))
@@ -148,8 +146,7 @@ def test_rows_of_padding_between_documents_may_hold_anything(pair: rig.Pair) -> 
         lambda out: out + litter.to(out) if rig.is_capturing() else out,
     )
     pair.step(padded, times=3)
-    report = pair.ran(WARMING_UP=rig.LAYERS)
-    assert report["verification"]["verified"] == 1 and report["verification"]["within_spread"] == []
+    assert pair.ran(verified=1, WARMING_UP=rig.LAYERS)["verification"]["within_spread"] == []
 
 
 def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
@@ -170,7 +167,7 @@ def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
     waiting, _loss = rig.forward(trainer.chunk, rig.ONE, trainer.device)  # holds the slot
     rig.forward(trainer.chunk, rig.TWO, trainer.device)
     del waiting
-    assert rig.report_of(trainer)["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "NO_FREE_SLOT": rig.LAYERS}
+    rig.ran(rig.report_of(trainer), WARMING_UP=2 * rig.LAYERS, NO_FREE_SLOT=rig.LAYERS)
     assert kept == 2 * [EagerReason.WARMING_UP]
 
 
