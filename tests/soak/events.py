@@ -64,12 +64,17 @@ def event(*reasons: str, **given: Any) -> Callable[[Callable[..., None]], Callab
 def step(
     *reasons: str, how: Sequence[Any] = (None,), **given: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same of a trainer, its micro-batches and one of several ways; what it leaves is compared."""
+    """The same of a trainer, its micro-batches and one of several ways; what it leaves is compared.
+
+    If it is an event of some ranks, it is told whether it is one of this rank.
+    """
     given = {"draw": lambda rng: {**packs(rng), "how": rng.choice(how)}, **given}
 
     def add(work: Callable[..., Any]) -> Callable[..., Any]:
-        def do(twins: "Twins", packs: list[Given], model: int, how: Any) -> None:
-            twins.each(lambda trainer: work(trainer, twins.micros(packs), how), model)
+        def do(twins: "Twins", packs: list[Given], model: int, **drawn: Any) -> None:
+            if "ranks" in drawn:
+                drawn["is_ours"] = twins.is_of(drawn.pop("ranks"))
+            twins.each(lambda trainer: work(trainer, twins.micros(packs), **drawn), model)
 
         do.__name__ = work.__name__
         event(*reasons, **given)(do)
@@ -126,17 +131,17 @@ def grads(chunk: Any) -> dict[str, torch.Tensor]:
 
 
 @step(weight=16)
-def trains(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+def trains(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     return rig.step(trainer, micros)
 
 
 @step(*MISFIT, draw=misfits)
-def trains_on_packs_that_do_not_fit(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+def trains_on_packs_that_do_not_fit(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     return rig.step(trainer, micros)
 
 
 @step("STATE_CHANGED", weight=4)
-def evaluates(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+def evaluates(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     return rig.evaluate(trainer, micros)
 
 
@@ -154,7 +159,7 @@ def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) ->
 
 
 @step("STATE_CHANGED")
-def trains_in_evaluation_mode(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+def trains_in_evaluation_mode(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     trainer.model.eval()
     try:
         return rig.step(trainer, micros)
@@ -163,7 +168,7 @@ def trains_in_evaluation_mode(trainer: Any, micros: list[rig.Micro], _how: None)
 
 
 @step(of_ranks=False)
-def trains_in_a_thread(trainer: Any, micros: list[rig.Micro], _how: None) -> Any:
+def trains_in_a_thread(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     is_eager = megagraph.is_cuda_graph_skipped()  # on this thread alone
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(rig.step, trainer, micros, eager=is_eager).result()
@@ -283,63 +288,47 @@ AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ..
 AROUND_REASONS = {why for _, whys in AROUND.values() for why in whys}
 
 
-@event("GROUP_DISAGREED", *AROUND_REASONS, draw=one_of("how", AROUND, first=packs), weight=8)
-def trains_inside(twins: "Twins", packs: list[Given], model: int, how: str, ranks: Ranks) -> None:
-    def work(trainer: Any) -> Any:
-        with AROUND[how][0]() if twins.is_of(ranks) else nullcontext():
-            return rig.step(trainer, twins.micros(packs))
-
-    twins.each(work, model)
+@step("GROUP_DISAGREED", *AROUND_REASONS, draw=one_of("how", AROUND, first=packs), weight=8)
+def trains_inside(trainer: Any, micros: list[rig.Micro], how: str, is_ours: bool) -> Any:
+    with AROUND[how][0]() if is_ours else nullcontext():
+        return rig.step(trainer, micros)
 
 
-@event("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks)
-def passes_without_gradients(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
+@step("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks)
+def passes_without_gradients(trainer: Any, micros: list[rig.Micro], is_ours: bool) -> Any:
     """Outside of any schedule, in training mode; these ranks so that nobody can ever record any."""
-    mode = torch.inference_mode if twins.is_of(ranks) else torch.no_grad
-
-    def work(trainer: Any) -> Any:
-        with mode():
-            return [rig.forward(trainer.model, it, trainer.device)[0].clone() for it in twins.micros(packs)]
-
-    twins.each(work, model)
+    with torch.inference_mode() if is_ours else torch.no_grad():
+        return [rig.forward(trainer.model, it, trainer.device)[0].clone() for it in micros]
 
 
-@event("PARAMETERS_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks)
-def trains_beside_a_gradient(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
+@step("PARAMETERS_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks)
+def trains_beside_a_gradient(trainer: Any, micros: list[rig.Micro], is_ours: bool) -> Any:
     """A `.grad` that somebody has left beside `main_grad`: eager adds it to the next one."""
-
-    def work(trainer: Any) -> Any:
-        trainer.zero_grad()
-        params = [it for it in trainer.chunk.decoder.layers[0].parameters() if it.requires_grad]
-        for param in params[:1] if twins.is_of(ranks) else ():
-            param.grad = torch.full_like(param, 0.25)
-        left = rig.step(trainer, twins.micros(packs), update=False, adds=True)
-        trainer.zero_grad()
-        return left
-
-    twins.each(work, model)
+    trainer.zero_grad()
+    params = [it for it in trainer.chunk.decoder.layers[0].parameters() if it.requires_grad]
+    for param in params[:1] if is_ours else ():
+        param.grad = torch.full_like(param, 0.25)
+    left = rig.step(trainer, micros, update=False, adds=True)
+    trainer.zero_grad()
+    return left
 
 
-@event("STATE_CHANGED", "SIGNATURE_CHANGED", draw=packs_of_ranks, applies=lambda twins: twins.is_shared)
-def breaks_off_an_evaluation(twins: "Twins", packs: list[Given], model: int, ranks: Ranks) -> None:
+@step("STATE_CHANGED", "SIGNATURE_CHANGED", draw=packs_of_ranks, applies=lambda twins: twins.is_shared)
+def breaks_off_an_evaluation(trainer: Any, micros: list[rig.Micro], is_ours: bool) -> Any:
     """Where nothing is left to do that ranks do together."""
+    found: list[torch.Tensor] = []
 
-    def work(trainer: Any) -> Any:
-        micros, found = twins.micros(packs), []
+    def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
+        micro = next(data)
+        losses, reduce = rig.forward(chunk, micro, trainer.device)
+        found.append(losses.detach().clone())
+        return losses, _raise if micro is micros[-1] and is_ours else reduce
 
-        def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
-            micro = next(data)
-            losses, reduce = rig.forward(chunk, micro, trainer.device)
-            found.append(losses.detach().clone())
-            return losses, _raise if micro is micros[-1] and twins.is_of(ranks) else reduce
-
-        trainer.model.eval()
-        with contextlib.suppress(Broken), torch.no_grad():
-            rig.run_schedule(trainer.model, forward_step, micros, len(micros), forward_only=True)
-        trainer.model.train()
-        return found
-
-    twins.each(work, model)
+    trainer.model.eval()
+    with contextlib.suppress(Broken), torch.no_grad():
+        rig.run_schedule(trainer.model, forward_step, micros, len(micros), forward_only=True)
+    trainer.model.train()
+    return found
 
 
 # -- what lasts --------------------------------------------------------------------------------------
@@ -402,11 +391,8 @@ def keeps_an_output_while_captures_are_due(twins: "Twins", seed: int, ranks: Ran
     def keep(trainer: Any) -> Any:
         modules = dict(trainer.chunk.decoder.named_children())
         norm = modules.get("final_layernorm", modules.get("final_norm"))
-        handle = norm.register_forward_pre_hook(lambda _norm, args: held.append(args[0].detach()))
-        try:
+        with norm.register_forward_pre_hook(lambda _norm, args: held.append(args[0].detach())):
             return rig.step(trainer, twins.micros([{"lengths": [9, 20]}]))
-        finally:
-            handle.remove()
 
     twins.each(keep)
     del held[: -1 if twins.is_of(ranks) else None]
@@ -490,11 +476,8 @@ def keeps_an_output(twins: "Twins", packs: list[Given], model: int) -> None:
     """Of the decoder, until somebody lets go."""
 
     def work(trainer: Any) -> Any:
-        handle = trainer.chunk.decoder.register_forward_hook(lambda _it, _args, out: twins.held.append(out))
-        try:
+        with trainer.chunk.decoder.register_forward_hook(lambda _it, _args, out: twins.held.append(out)):
             return rig.step(trainer, twins.micros(packs))
-        finally:
-            handle.remove()
 
     twins.each(work, model)
 
