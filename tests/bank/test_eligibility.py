@@ -49,9 +49,8 @@ HOOKS: list[tuple[str, Callable[[Any], Any], str]] = [
 def test_a_hook_is_found_and_named(register: str, of: Callable[[Any], Any], what: str) -> None:
     modules = [Block(), Block()]
     it = of(modules[1])
-    handle = getattr(it, register)(keep)
-    assert found(modules) == {1: (EagerReason.FOREIGN_HOOK, what)}
-    handle.remove()
+    with getattr(it, register)(keep):
+        assert found(modules) == {1: (EagerReason.FOREIGN_HOOK, what)}
     assert found(modules) == {}
 
 
@@ -70,9 +69,8 @@ def test_the_callers_own_accumulator_hooks_are_counted_out() -> None:
     assert set(found(modules)) == {0, 1}
     assert set(found(modules, accumulator_hooks=lambda param: 0)) == {0, 1}
     assert found(modules, accumulator_hooks=lambda param: 1) == {}
-    handle = accumulator_of(modules[1].norm.bias).register_hook(keep)
-    assert set(found(modules, accumulator_hooks=lambda param: 1)) == {1}
-    handle.remove()
+    with accumulator_of(modules[1].norm.bias).register_hook(keep):
+        assert set(found(modules, accumulator_hooks=lambda param: 1)) == {1}
     assert found(modules, accumulator_hooks=lambda param: 1) == {}
     del accumulators
 

@@ -447,6 +447,15 @@ Make = Callable[..., Trainer]
 Around = Callable[[Trainer, int], AbstractContextManager[None]]
 
 
+def at(step: int, act: Callable[[Trainer], Any]) -> Around:
+    """Acts before one step, counted from 0; what `act` answers is entered around it, if it is a context."""
+
+    def around(trainer: Trainer, index: int) -> AbstractContextManager[None]:
+        return (act(trainer) if index == step else None) or nullcontext()
+
+    return around
+
+
 def train(
     plugin: GraphConfig | None,  # installed for this run alone; None for Megatron alone
     steps: Sequence[Sequence[Micro]],  # the micro-batches of each step

@@ -140,11 +140,9 @@ def test_the_switch_is_put_back_after_an_error(install: rig.Install, where: str)
             give_up()
         out.register_hook(give_up)
 
-    handle = trainer.chunk.embedding.register_forward_hook(fail)
-    with pytest.raises(_GaveUp):
+    with trainer.chunk.embedding.register_forward_hook(fail), pytest.raises(_GaveUp):
         rig.step(trainer, [rig.ONE])
     assert is_multithreaded()
-    handle.remove()
     # DDP counts gradients, and has not heard of all of them.
     assert seen.of(rig.schedule, trainer.model, [rig.ONE], 1, trainer.device) == [False]
 

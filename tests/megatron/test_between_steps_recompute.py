@@ -169,16 +169,15 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(
         nonlocal tracker
         tracker = tracker_of(True)
 
-    @contextlib.contextmanager
-    def replacing(trainer: Trainer, index: int) -> Iterator[None]:
-        if index == 3 and replaces == "the tracker":
+    def replace(_trainer: Trainer) -> None:
+        if replaces == "the tracker":
             make()
-        elif index == 3:
-            others = {name: type(it)(it.device).manual_seed(5) for name, it in tracker.get_states().items()}
-            tracker.set_states(others)
-        yield
+            return
+        others = {name: type(it)(it.device).manual_seed(5) for name, it in tracker.get_states().items()}
+        tracker.set_states(others)
 
-    report = _graphed_and_eager([[rig.ONE, rig.TWO]] * 5, make, around=replacing, prepare=DROPS_BY_NAME)
+    given = {"around": rig.at(3, replace), "prepare": DROPS_BY_NAME}
+    report = _graphed_and_eager([[rig.ONE, rig.TWO]] * 5, make, **given)
     calls = 2 * rig.LAYERS
     rig.ran(report, 3 * calls, WARMING_UP=calls, ADDRESS_MOVED=calls)
 

@@ -104,10 +104,8 @@ def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(before: str, in
     assert report["replays"] == LAYERS
     with torch.no_grad():
         if before == "a forward that raised":
-            handle = trainer.chunk.embedding.register_forward_hook(broken)
-            with pytest.raises(ArithmeticError):
+            with trainer.chunk.embedding.register_forward_hook(broken), pytest.raises(ArithmeticError):
                 forward(trainer.model, MICRO, trainer.device)
-            handle.remove()
         else:
             forward(trainer.model, MICRO, trainer.device)
     (counted,) = megagraph.reports()

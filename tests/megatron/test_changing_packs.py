@@ -212,14 +212,13 @@ END = sum(MICRO.lengths)
 def _through_the_block(trainer: Trainer, filler: float) -> tuple[Tensor, Step]:
     """One pass whose gradient is `filler` past the pack's end; what the block gave and what it left."""
     outputs: list[Tensor] = []
-    handle = trainer.chunk.decoder.register_forward_hook(lambda _module, _args, out: outputs.append(out))
     trainer.zero_grad()
-    losses, _ = forward(trainer.model, MICRO, trainer.device)
+    with trainer.chunk.decoder.register_forward_hook(lambda _module, _args, out: outputs.append(out)):
+        losses, _ = forward(trainer.model, MICRO, trainer.device)
     (out,) = outputs
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
     grad[END:] = filler
     torch.autograd.backward(out, grad)
-    handle.remove()
     left = Step(losses=[losses.detach()], grads=grads(trainer.chunk))
     return out.detach().clone(), left
 

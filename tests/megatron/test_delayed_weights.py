@@ -67,14 +67,13 @@ def test_eager_micro_batches_between_graphed_ones_make_their_own(
 ) -> None:
     """One in each step fits no capacity; and all of a step while graphs are suspended."""
 
-    def around(_trainer: Any, index: int) -> contextlib.AbstractContextManager[None]:
-        if index == STEPS - 2:
-            rig.the_plugin().set_suspended(True)
-        elif index == STEPS - 1:
-            rig.the_plugin().set_suspended(False)
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def suspended(_trainer: Any) -> Iterator[None]:
+        rig.the_plugin().set_suspended(True)
+        yield
+        rig.the_plugin().set_suspended(False)
 
-    misfit = Micro(lengths=parallel_jobs.MISFIT)
+    around, misfit = rig.at(STEPS - 2, suspended), Micro(lengths=parallel_jobs.MISFIT)
     steps = [[*micros[:1], misfit, *micros[1:]] for micros in steps_of(STEPS, fills=False)]
     graphed = train(steps, "graph", delays=delays, around=around, engine=engine)
     assert_same_bits(train(steps, "eager", delays=delays, engine=engine), graphed)
@@ -96,18 +95,13 @@ def test_a_step_that_raises_before_all_is_finished_leaves_the_next_one_right(num
     steps = steps_of(BREAKS + 2)
 
     @contextlib.contextmanager
-    def around(_trainer: Any, index: int) -> Iterator[None]:
-        if index != BREAKS:
-            yield
-            return
-        with (
-            pytest.raises(OSError, match="lost"),
-            in_nodes(raising(f"{FIRST} backward", number), behind=True),
-        ):
+    def breaking(_trainer: Any) -> Iterator[None]:
+        lost = in_nodes(raising(f"{FIRST} backward", number), behind=True)
+        with pytest.raises(OSError, match="lost"), lost:
             yield
         rig.metrics()
 
-    graphed = train(steps, "graph", delays="unfused", around=around)
+    graphed = train(steps, "graph", delays="unfused", around=rig.at(BREAKS, breaking))
     assert_same_bits(train([*steps[:BREAKS], *steps[BREAKS + 1 :]], "eager", delays="unfused"), graphed)
     rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS)
 
@@ -122,23 +116,18 @@ def test_a_layer_whose_gradients_are_left_out_fails_the_step(layer: int, since: 
         if number < since or CALLS - 1 - behind != layer:
             finish(node)
 
-    def around(_trainer: Any, index: int) -> contextlib.AbstractContextManager[Any]:
-        leaves_out = mock.patch.object(layer_node(), "backward_dw", backward_dw)
-        return leaves_out if index == 2 else contextlib.nullcontext()
-
+    leaves_out = mock.patch.object(layer_node(), "backward_dw", backward_dw)
     with pytest.raises(RuntimeError, match="was never finished"):
-        train(steps_of(3), "graph", delays="unfused", around=around)
+        train(steps_of(3), "graph", delays="unfused", around=rig.at(2, lambda _: leaves_out))
 
 
 def test_a_hook_of_somebody_elses_on_what_comes_late_keeps_its_layer_eager() -> None:
-    def around(trainer: Any, index: int) -> contextlib.AbstractContextManager[None]:
-        if index == 4:
-            (first, *_) = linears_of(trainer.chunk)
-            first.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(index))
-        return contextlib.nullcontext()
+    def hooked(trainer: Any) -> None:
+        (first, *_) = linears_of(trainer.chunk)
+        first.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(0))
 
     calls: list[int] = []
-    steps = steps_of(STEPS)
+    steps, around = steps_of(STEPS), rig.at(4, hooked)
     graphed = train(steps, "graph", delays="unfused", around=around)
     of_graphs, calls = calls, []
     assert_same_bits(train(steps, "eager", delays="unfused", around=around), graphed)

@@ -398,11 +398,9 @@ def test_modules_that_change_between_steps_are_followed() -> None:
     micros, seen = context_jobs.warmed(trainer), []
     attention: Any = trainer.chunk.decoder.layers[0].self_attention
     attention.core_attention = copy.deepcopy(attention.core_attention)
-    hook = trainer.chunk.output_layer.register_forward_hook(
-        lambda *_: seen.append(attention.core_attention.cp_group)
-    )
-    rig.step(trainer, micros)
-    hook.remove()
+    looks = lambda *_: seen.append(attention.core_attention.cp_group)  # noqa: E731
+    with trainer.chunk.output_layer.register_forward_hook(looks):
+        rig.step(trainer, micros)
     assert seen == [micros[0].group, None]
     trainer.chunk.config.recompute_granularity = "selective"
     with pytest.raises(ValueError, match="recompute_granularity='selective'"):
@@ -457,10 +455,8 @@ def test_an_error_leaves_every_module_as_it_was() -> None:
         raise ArithmeticError("on purpose")
 
     for failing in (trainer.chunk.decoder.layers[1].mlp, trainer.chunk.output_layer):
-        hook = failing.register_forward_hook(look_and_fail)
-        with pytest.raises(ArithmeticError, match="on purpose"):
+        with failing.register_forward_hook(look_and_fail), pytest.raises(ArithmeticError, match="on purpose"):
             context_jobs.losses_of(trainer, shared)
-        hook.remove()
         assert any(value is not before[place] for place, value in seen.pop().items())
         assert sees(trainer) == before
         assert torch.equal(context_jobs.losses_of(trainer, shared), expected)

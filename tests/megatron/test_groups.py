@@ -4,7 +4,6 @@
 import dataclasses
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -141,13 +140,7 @@ def holds(chunk: Any, how: str, group: Any) -> None:
 
 def compared(make: rig.Make, change: Callable[..., None], at: int, **given: Any) -> dict[str, Any]:
     """The report of a graphed training that equals an eager one; `change` comes before a step of both."""
-
-    def around(trainer: Trainer, index: int) -> AbstractContextManager[None]:
-        if index == at:
-            change(trainer)
-        return nullcontext()
-
-    return parallel_jobs.train_pair(make=make, num_steps=STEPS, around=around, **given)
+    return parallel_jobs.train_pair(make=make, num_steps=STEPS, around=rig.at(at, change), **given)
 
 
 @pytest.mark.parametrize("how", ["parameter", "collection", "whole collection", "attribute, later"])

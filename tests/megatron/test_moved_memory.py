@@ -56,9 +56,8 @@ def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(capture
     """Only between leases can the graphs of one variant be taken out of a slot."""
     trainer, kept = captured.graphed, []
     trainer.zero_grad()
-    handle = trainer.chunk.decoder.register_forward_hook(lambda block, args, out: kept.append(out))
-    rig.forward(trainer.model, rig.Micro(lengths=(64,)), trainer.device)
-    handle.remove()
+    with trainer.chunk.decoder.register_forward_hook(lambda block, args, out: kept.append(out)):
+        rig.forward(trainer.model, rig.Micro(lengths=(64,)), trainer.device)
     held = _move_gradients(captured)
     seconds = captured.report()["capture_seconds"]
     captured.evaluate(rig.TWO)

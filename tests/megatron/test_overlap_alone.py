@@ -164,12 +164,9 @@ def compared_while(act: Act, *, is_of_graphs: bool = False) -> dict[str, Any]:
 
 
 def test_a_layer_with_a_hook_runs_in_megatrons_node_and_the_other_replays() -> None:
-    @contextlib.contextmanager
-    def hooked(trainer: Any) -> Iterator[None]:
+    def hooked(trainer: Any) -> Any:
         attention = trainer.chunk.decoder.layers[1].self_attention
-        handle = attention.register_forward_hook(lambda _module, _given, out: None)
-        yield
-        handle.remove()
+        return attention.register_forward_hook(lambda _module, _given, out: None)
 
     assert set(compared_while(hooked)["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
 
@@ -296,15 +293,12 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
     breaks, error, said = BROKEN[what]
 
     @contextlib.contextmanager
-    def around(_trainer: Any, index: int) -> Iterator[None]:
-        if index != BREAKS:
-            yield
-            return
+    def breaking(_trainer: Any) -> Iterator[None]:
         with pytest.raises(error, match=said), breaks():
             yield
         rig.metrics()  # of its first micro-batches alone
 
-    graphed = train(MICROS, "graph", around=around)
+    graphed = train(MICROS, "graph", around=rig.at(BREAKS, breaking))
     assert_same_bits(undisturbed(), graphed)
     report, in_step = rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS), len(MICROS[BREAKS]) * CALLS
     assert report["replays"] >= sum(map(len, MICROS)) * CALLS - COUNTS[0] * CALLS - in_step

@@ -111,10 +111,9 @@ def test_an_output_that_somebody_keeps_holds_no_slot(stage: Make) -> None:
     """What a stage hands on is a copy, also where the pack fills its capacity."""
     pair = stage(StageSchedule(stages=2))
     kept = []
-    hook = pair.graphed.models[0].register_forward_hook(lambda _model, _args, out: kept.append(out))
-    for seed in range(4):
-        pair.step(packs(5, seed))
-    hook.remove()
+    with pair.graphed.models[0].register_forward_hook(lambda _model, _args, out: kept.append(out)):
+        for seed in range(4):
+            pair.step(packs(5, seed))
     assert len(kept) == 4 * 5
     check_reports(pair, warm_up=5)
 
@@ -144,9 +143,8 @@ def test_a_slot_that_somebody_holds_leaves_the_others_and_holds_captures_back(ca
     trainer = pair.graphed
     trainer.zero_grad()
     held: list[Any] = []
-    handle = trainer.chunk.decoder.register_forward_hook(lambda _block, _args, out: held.append(out))
-    forward(trainer.model, packs(1, 1)[0], trainer.device)
-    handle.remove()
+    with trainer.chunk.decoder.register_forward_hook(lambda _block, _args, out: held.append(out)):
+        forward(trainer.model, packs(1, 1)[0], trainer.device)
     before = pair.report()["replays"]
     pair.step(*packs(3, 2))
     assert held and pair.report()["replays"] == before + 3 * LAYERS

@@ -129,11 +129,8 @@ def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
         if len(calls) == 2:
             raise GaveUp("in the backward")
 
-    handle = trainer.chunk.get_parameter(of).register_hook(hook)
-    try:
+    with trainer.chunk.get_parameter(of).register_hook(hook):
         rig.schedule(trainer.model, [rig.ONE, rig.TWO, rig.OTHER], 3, trainer.device)
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize(

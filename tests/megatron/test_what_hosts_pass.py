@@ -102,9 +102,9 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
         return out[0]
 
     for trainer in pair.both:
-        handle = trainer.chunk.decoder.register_forward_hook(keep)
-        call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
-        handle.remove()  # Megatron's rows have a history even here: the model would keep itself in memory
+        # Megatron's rows have a history even here: the model would keep itself in memory.
+        with trainer.chunk.decoder.register_forward_hook(keep):
+            call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
     assert len(seen) == 2 * 2 and all(map(torch.equal, seen[:2], seen[2:]))
     assert rig.eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
 
