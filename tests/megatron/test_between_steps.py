@@ -11,6 +11,7 @@ import megatron_rig as rig
 import pytest
 import torch
 from host_rig import FULL, frozen_model
+from notes import noting
 from parallel_jobs import SeesOps
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -222,13 +223,7 @@ def test_what_cannot_be_captured_under_other_settings_is_tried_once(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: it was tried again before every step."""
-    captures = []
-
-    def capture(bank: Bank, *args: Any, original: Any = Bank.capture) -> None:
-        captures.append(bank)
-        original(bank, *args)
-
-    monkeypatch.setattr(Bank, "capture", capture)
+    captures = noting(monkeypatch, Bank, "capture")
     for layer in trainer.chunk.decoder.layers:
         rig.breaks(layer, lambda: rig.is_capturing() and torch.get_float32_matmul_precision() == "high")
     rig.step(trainer, [rig.ONE], times=2)

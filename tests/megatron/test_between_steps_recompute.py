@@ -13,6 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import recompute
+from notes import noting
 from rope_rig import canonical, run
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -30,15 +31,7 @@ REPLAYS = 2 * 2 * rig.LAYERS  # if everything after the warm-up replays
 @pytest.fixture
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Notes each time that one of Megatron's checkpoints runs its part of the model again."""
-    seen: list[Any] = []
-    original = random.CheckpointFunction.backward
-
-    def backward(ctx: Any, *args: Any) -> Any:
-        seen.append(ctx)
-        return original(ctx, *args)
-
-    monkeypatch.setattr(random.CheckpointFunction, "backward", staticmethod(backward))
-    return seen
+    return noting(monkeypatch, random.CheckpointFunction, "backward", wrap=staticmethod)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ import pytest
 import torch
 from context_jobs import BOUND
 from megatron.core import parallel_state
+from notes import noting
 from parallel_jobs import hearing
 from streams import make_groups
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from worlds import World, Worlds, on_ranks
 
 import megagraph
@@ -366,22 +367,13 @@ def test_the_largest_groups_come_first() -> None:
 
     Bug: packs of groups that a host had asked for with other sizes ran eager for ever.
     """
-    used, captured = [], []
     trainer, groups = context_jobs.new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
     of_others = megagraph.context_groups((1, 2))
-    reduce, show = distributed.all_reduce, ContextRanks.showing_size
-
-    def note_use(tensor: Tensor, *, group: Any) -> None:
-        used.append(group.size())
-        reduce(tensor, group=group)
-
-    def note_capture(ranks: ContextRanks, cp_size: int) -> Any:
-        captured.append(cp_size)
-        return show(ranks, cp_size)
-
-    with mock.patch.object(distributed, "all_reduce", note_use):
+    with pytest.MonkeyPatch.context() as patch:
+        used = noting(patch, distributed, "all_reduce", lambda _tensor, group: group.size())
         groups.warm_up(trainer.device)
-    with mock.patch.object(ContextRanks, "showing_size", note_capture):
+    with pytest.MonkeyPatch.context() as patch:
+        captured = noting(patch, ContextRanks, "showing_size", lambda _ranks, cp_size: cp_size)
         for _ in range(context_jobs.STEPS):
             rig.step(trainer, context_jobs.micros_of(of_others.of_size(2)))
     report = rig.report_of(trainer)

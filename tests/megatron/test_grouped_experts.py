@@ -11,6 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron_rig import Install, compare_runs, ran, report_of, schedule, step, steps_of
 from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer, recompute
+from notes import noting
 from same_bits import assert_same_bits
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -123,13 +124,8 @@ RECOMPUTED = recompute("moe_act", moe_grouped_gemm=True)
 def test_inputs_of_products_are_made_again_with_the_same_bits(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, inputs = GroupedLinear.forward, list[StorageWeakRef]()
-
-    def note(linear: GroupedLinear, x: Tensor, offsets: Tensor) -> Tensor:
-        inputs.append(StorageWeakRef(x.untyped_storage()))
-        return forward(linear, x, offsets)
-
-    monkeypatch.setattr(GroupedLinear, "forward", note)
+    note = lambda _linear, x, _offsets: StorageWeakRef(x.untyped_storage())  # noqa: E731
+    inputs = noting(monkeypatch, GroupedLinear, "forward", note)
     found: list[Any] = []
     for changes, is_kept in (({}, True), (RECOMPUTED, False)):
         inputs.clear()

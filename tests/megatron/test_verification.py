@@ -13,14 +13,14 @@ import pytest
 import torch
 from leftovers import free_models
 from megatron_rig import OPTIONS, Micro, graph_config, report_of, step
+from notes import noting
 from streams import seed_streams
 from torch import Tensor, nn
 
 import megagraph
 from megagraph._C import Capacity
-from megagraph.bank.verify import verify
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.dispatcher import MicroBatch
+from megagraph.megatron.graphs import verifying
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.peers import HostGroup
 from megagraph.reasons import EagerReason
@@ -152,14 +152,7 @@ def test_rows_of_padding_between_documents_may_hold_anything(pair: rig.Pair) -> 
 def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
     install: rig.Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = []
-    keep = Verifier.keep
-
-    def noted(verifier: Verifier, batch: MicroBatch, hidden_states: Tensor) -> None:
-        kept.append(batch.reason)
-        keep(verifier, batch, hidden_states)
-
-    monkeypatch.setattr(Verifier, "keep", noted)
+    kept = noting(monkeypatch, Verifier, "keep", lambda _verifier, batch, _hidden: batch.reason)
     install()
     trainer = Trainer(rig.OPTIONS)
     rig.step(trainer, [rig.ONE, rig.TWO])
@@ -196,13 +189,8 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
 @pytest.mark.parametrize("every", [1, 2])
 def test_what_is_verified_again_waits_for_the_state_of_its_graphs(monkeypatch: Any, every: int) -> None:
     """Bug: graphs of a training were compared with layers that were in evaluation by then."""
-    modes = []
-
-    def verifies(bank: Any, key: Any, example: Any) -> Any:
-        modes.append((key.grad, bank.specs[0].module.training))
-        return verify(bank, key, example)
-
-    monkeypatch.setattr("megagraph.megatron.graphs.verifying.verify", verifies)
+    note = lambda bank, key, _example: (key.grad, bank.specs[0].module.training)  # noqa: E731
+    modes = noting(monkeypatch, verifying, "verify", note)
     pair = rig.Pair(plugin={"verify": every})
     for _ in range(8):
         pair.step(rig.ONE, rig.TWO)
