@@ -4,7 +4,10 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +63,14 @@ max_seqlen_per_dp_cp_rank = 64
 cuda_graph_warmup_steps = 1
 progress = false
 """
+
+
+def run_python(*words: str | Path, timeout: float = 300, **how: Any) -> subprocess.CompletedProcess[str]:
+    """What a Python of its own has printed, which has ended well."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **how)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    return done
 
 
 class Files:

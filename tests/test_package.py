@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import runpy
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
+from run_scripts import ROOT, run_python
 
 import megagraph
 from megagraph.cli import main
@@ -83,9 +83,6 @@ def test_the_public_names_are_listed_and_the_version_is_the_cores(capsys: Captur
 # -- what an sdist holds; that it builds, installs and runs is checked by `make sdist` ---------------
 
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
 def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_built(tmp_path: Path) -> None:
     """Built as without a GPU and without a former build's list of files.
 
@@ -94,15 +91,7 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
     pytest.importorskip("setuptools")
     folders = "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path
     folders += "build_py", "--build-lib", tmp_path / "built"
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", *folders],
-        cwd=ROOT,
-        env={**os.environ, "MEGAGRAPH_CUDA": "0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("setup.py", "-q", *folders, cwd=ROOT, env={**os.environ, "MEGAGRAPH_CUDA": "0"})
     assert {"megagraph_auto.pth", "megagraph_auto.py"} <= {it.name for it in (tmp_path / "built").iterdir()}
     points = (tmp_path / "megagraph.egg-info" / "entry_points.txt").read_text()
     assert "[verl.plugins]\nmegagraph = megagraph.auto\n" in points
@@ -188,9 +177,7 @@ def test_what_a_build_lacks_is_said_in_one_sentence(build: Build, monkeypatch: M
 def test_a_warning_is_seen_without_any_logging_set_up() -> None:
     """A NullHandler disabled Python's handler of last resort: nobody saw a refusal or a failed capture."""
     code = "from megagraph.log import log; log.warning('layer %d stays eager', 3); log.info('not asked for')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == ["megagraph: layer 3 stays eager"]
+    assert run_python("-c", code).stderr.splitlines() == ["megagraph: layer 3 stays eager"]
 
 
 def test_other_ranks_keep_to_labelled_warnings(caplog: LogCaptureFixture, monkeypatch: MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import logging
 import random
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from run_scripts import MADE, TRAINING, Files
+from run_scripts import MADE, TRAINING, Files, run_python
 
 from megagraph._C import Capacity, PackShape
 from megagraph.cli import main
@@ -323,10 +321,7 @@ def test_a_script_that_raises_in_an_eager_block_leaves_graphs_on(files: Files) -
 @pytest.mark.ranks
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="a GPU for each rank")
 def test_ranks_end_together_and_one_of_them_speaks(files: Files) -> None:
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    launch = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "megagraph", "advise", "--steps", "24", "--config", str(files.toml())]
-    words = [*launch, "--nproc-per-node", "2", *command, str(files.script(ENDLESS)), "60", "pass"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_python(*launch, *command, files.script(ENDLESS), "60", "pass").stdout.splitlines()
     assert sum(line.startswith("megagraph: ") for line in lines) == lines.count("[megagraph]") == 1

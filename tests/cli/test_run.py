@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
-from run_scripts import TRAINING, WITNESS, Files
+from run_scripts import TRAINING, WITNESS, Files, run_python
 
 from megagraph.cli import main
 from megagraph.cli.reports import read_report
@@ -128,10 +128,8 @@ assert torch.nn.Linear(2, 2).to(device)(torch.ones(2).to(device)).sum().cuda().n
 def test_a_script_for_gpus_trains_on_the_cpu(files: Files) -> None:
     """It ended with `Found no NVIDIA driver`, and the context that helps was ours alone."""
     path = files.script(NAMES_CUDA + TRAINING.replace("megatron_on_cpu(), ", ""))
-    options = "--cpu", "--config", str(files.toml())
-    command = [sys.executable, "-W", "ignore", "-m", "megagraph", "run", *options, str(path), "5", "pass"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "80 % of layer calls replayed" in done.stderr, done.stderr
+    command = "-W", "ignore", "-m", "megagraph", "run", "--cpu", "--config", files.toml()
+    assert "80 % of layer calls replayed" in run_python(*command, path, "5", "pass").stderr
 
 
 def test_the_cpu_is_not_asked_for_beside_a_gpu(files: Files, monkeypatch: Any, capsys: Any) -> None:

@@ -8,13 +8,11 @@ ms-swift 4.6.0, mcore-bridge 1.6.5, transformers 5.8.1 and what they import.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from run_scripts import add_to_packages, environment_with
+from run_scripts import add_to_packages, environment_with, run_python
 
 HOSTS = os.environ.get("MEGAGRAPH_TEST_HOSTS", "")
 STARTED = Path(__file__).parent / "started"
@@ -89,15 +87,7 @@ def run(folder: Path, command: list[str], **variables: str) -> None:
     clean = environment_with(folder, STARTED, HOSTS) | {"TOKENIZERS_PARALLELISM": "false"}
     clean |= {"HF_HUB_OFFLINE": "1", "USE_HF": "1", "VERL_PLATFORM": "nvidia", "MASTER_ADDR": "127.0.0.1"}
     clean |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29671"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=clean | variables,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
+    run_python(*command, cwd=folder, env=clean | variables, timeout=500)
 
 
 @pytest.mark.parametrize("host", STARTS)

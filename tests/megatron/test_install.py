@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import json
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from moe_rig import ExpertTrainer
+from run_scripts import run_python
 from same_bits import assert_same_bits
 from test_docs import FENCE, ROOT, named, read
 from test_prediction import prediction
@@ -289,15 +289,8 @@ if os.fork():  # one of the two scripts ends before the other, which then has no
     shutil.rmtree(reports)
     open(reports, "w").close()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHDYNAMO_DISABLE": "1"}
+    done = run_python("-c", script, cwd=tmp_path, env=environment)
     said = done.stderr.partition("megagraph: the report could not be written to ")[2]
     assert said.startswith(f"{tmp_path}/reports/r.json (")
     document = json.loads(done.stdout)
