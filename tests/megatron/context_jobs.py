@@ -260,8 +260,7 @@ def micros_of(group: Any) -> list[OwnMicro]:
 def warmed(trainer: Trainer) -> list[OwnMicro]:
     """Trains until everything has graphs."""
     micros = micros_of(megagraph.context_groups((1, 2)).of_size(2))
-    for _ in range(STEPS):
-        rig.step(trainer, micros)
+    rig.step(trainer, micros, times=STEPS)
     return micros
 
 
@@ -321,11 +320,8 @@ def forward(model: Any, rows: Mapping[str, Tensor], positions: Tensor, params: A
 
 def _evaluate(trainer: Trainer, step: Any, *, eager: bool, in_training: bool) -> list[Tensor]:
     assert not eager  # runs in mode `eager` are
-    trainer.model.train(in_training)
-    with torch.no_grad(), without_adapters(trainer.chunk):
-        losses = rig.schedule(trainer.model, step, len(step), trainer.device, forward_only=True)
-    trainer.model.train()
-    return losses
+    with rig.evaluating(trainer.model, in_training=in_training), without_adapters(trainer.chunk):
+        return rig.schedule(trainer.model, step, len(step), trainer.device, forward_only=True)
 
 
 def alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -408,12 +408,8 @@ def log_probs(
     model: Any, micros: Sequence[rig.Micro], values: Callable[[Any, Any], Tensor] = values_of, **schedule: Any
 ) -> list[Tensor]:
     """Through the schedule, forward only, in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        found = run_phase(model, micros, values, forward_only=True, **schedule)
-    model.train(was_training)
-    return found
+    with rig.evaluating(model):
+        return run_phase(model, micros, values, forward_only=True, **schedule)
 
 
 @dataclass(kw_only=True)
@@ -538,7 +534,5 @@ class Host:
         """Of the unwrapped model, outside of any schedule, as GRPO of ms-swift asks for them."""
         model = self.trainer.chunk
         for micro in micros:
-            model.eval()
-            with torch.no_grad():
+            with rig.evaluating(model):
                 self.left.append(self._values(model, micro).clone())
-            model.train()

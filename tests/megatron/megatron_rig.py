@@ -238,14 +238,22 @@ def step(
     return dataclasses.replace(left, **getattr(trainer, "counted", dict)())
 
 
+@contextmanager
+def evaluating(model: nn.Module, *, in_training: bool = False) -> Iterator[None]:
+    """Without gradients, and in evaluation mode unless it is said; in the mode of before afterwards."""
+    before = model.training
+    model.train(in_training)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(before)
+
+
 def evaluate(trainer: Trainer, micros: Sequence[Micro], *, eager: bool = False) -> list[Tensor]:
     """One evaluation step, as Megatron's loops make it."""
-    trainer.model.eval()
-    try:
-        with torch.no_grad(), megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-            return schedule(trainer.model, micros, len(micros), trainer.device, forward_only=True)
-    finally:
-        trainer.model.train()
+    with evaluating(trainer.model), megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
+        return schedule(trainer.model, micros, len(micros), trainer.device, forward_only=True)
 
 
 @contextmanager

@@ -314,12 +314,8 @@ def _with_reference_passes(trainer: Trainer, where: str) -> rig.Step:
     passes: list[Tensor] = []
 
     def refer(chunk: Any, micro: rig.Micro) -> None:
-        chunk.eval()
-        with torch.no_grad():
-            losses, _ = rig.forward(chunk, micro, trainer.device)
-            passes.append(losses.clone())
-            del losses
-        chunk.train()
+        with rig.evaluating(chunk):
+            passes.append(rig.forward(chunk, micro, trainer.device)[0].clone())
 
     def forward_step(data: Any, chunk: Any) -> Any:
         micro = next(data)

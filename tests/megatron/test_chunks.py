@@ -37,8 +37,7 @@ def sites(pair: rig.Pair) -> list[str]:
 
 
 def test_all_layers_have_one_graph_for_each_pass(pair: rig.Pair) -> None:
-    for _ in range(4):
-        pair.step(rig.ONE, rig.TWO, FULL)
+    pair.step(rig.ONE, rig.TWO, FULL, times=4)
     pair.evaluate(rig.ONE, FULL)
     pair.evaluate(rig.TWO, rig.ONE)
     assert sites(pair) == ["layers 0 to 5"]

@@ -217,8 +217,7 @@ def test_ranks_capture_what_others_have_met_before_they_run_any_themselves() -> 
     # Says that a document may have all of its rows.
     said = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shared.physical)
     micro = dataclasses.replace(shared, said=said) if is_sharing else own
-    for _ in range(context_jobs.STEPS):
-        rig.step(trainer, [micro])
+    rig.step(trainer, [micro], times=context_jobs.STEPS)
     report = rig.report_of(trainer)
     assert set(report["eager"]) == {"SIGNATURE_CHANGED" if is_sharing else "WARMING_UP"}
     assert (report["replays"] == 0) == is_sharing
@@ -264,8 +263,7 @@ def test_packs_may_name_the_group_that_the_model_was_built_with() -> None:
     make_groups(context_parallel_size=2)
     trainer = context_jobs.new_trainer(context_parallel_size=2)
     for group in (parallel_state.get_context_parallel_group(), megagraph.context_groups((1, 2)).of_size(2)):
-        for _ in range(context_jobs.STEPS):
-            rig.step(trainer, context_jobs.micros_of(group))
+        rig.step(trainer, context_jobs.micros_of(group), times=context_jobs.STEPS)
     assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
 
 
@@ -285,13 +283,11 @@ def test_ranks_that_destroy_a_group_alone_keep_nobody_waiting() -> None:
     trainer, groups = context_jobs.new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
     shared, own = context_jobs.micros_of(groups.of_size(4))
     micros = [dataclasses.replace(shared, lengths=(24, 8), padded=(24, 8)), own]
-    for _ in range(context_jobs.STEPS):
-        rig.step(trainer, micros)
+    rig.step(trainer, micros, times=context_jobs.STEPS)
     before, destroys = rig.report_of(trainer)["replays"], distributed.get_rank() < 2
     if destroys:
         distributed.destroy_process_group(groups.of_size(2))
-    for _ in range(context_jobs.STEPS):
-        rig.step(trainer, micros)
+    rig.step(trainer, micros, times=context_jobs.STEPS)
     error = pytest.raises(ValueError, match="they have been destroyed")
     with error if destroys else contextlib.nullcontext():
         megagraph.context_groups(SIZES)
@@ -374,8 +370,7 @@ def test_the_largest_groups_come_first() -> None:
         groups.warm_up(trainer.device)
     with pytest.MonkeyPatch.context() as patch:
         captured = noting(patch, ContextRanks, "showing_size", lambda _ranks, cp_size: cp_size)
-        for _ in range(context_jobs.STEPS):
-            rig.step(trainer, context_jobs.micros_of(of_others.of_size(2)))
+        rig.step(trainer, context_jobs.micros_of(of_others.of_size(2)), times=context_jobs.STEPS)
     report = rig.report_of(trainer)
     assert set(report["eager"]) == {"WARMING_UP"} and report["replays"] > 0
     assert used == [4, 2]

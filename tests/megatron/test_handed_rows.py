@@ -108,8 +108,7 @@ def _summed(chunk: Any, left: dict[str, Tensor]) -> dict[str, Tensor]:
 def _captured() -> Trainer:
     megagraph.install(rig.graph_config())
     trainer = Trainer(OPTIONS, config=SHARED_ROWS)
-    for _ in range(2):
-        rig.step(trainer, PACKS, update=False)
+    rig.step(trainer, PACKS, update=False, times=2)
     return trainer
 
 
@@ -403,8 +402,7 @@ def test_a_forward_that_overrides_megatrons_is_refused(make: Callable[..., Exper
     """Each of its calls may reach Megatron's forward or not, whatever other ranks do."""
     trainer = make(FEW)
     trainer.chunk.__class__ = OwnModel
-    for _ in range(3):
-        step(trainer, [Micro(lengths=(28, 20))])
+    step(trainer, [Micro(lengths=(28, 20))], times=3)
     (report,) = megagraph.reports()
     sites = report["layers"]
     (failure,) = rig.ran(report, failures=1, WARMING_UP=sites, SCOPE_UNSUPPORTED=2 * sites)["failures"]

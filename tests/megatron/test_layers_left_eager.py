@@ -73,8 +73,7 @@ def test_a_layer_that_training_alone_leaves_eager_replays_in_evaluations(scopes:
     for _ in range(3):
         pair.evaluate(rig.ONE)
     assert pair.report()["failures"] == []
-    for _ in range(3):
-        pair.step(rig.ONE)
+    pair.step(rig.ONE, times=3)
     before = pair.report()
     assert len(before["failures"]) == 1 and before["eager"]["CAPTURE_FAILED"] > 0
     pair.evaluate(rig.ONE)

@@ -242,8 +242,7 @@ def test_frequencies_that_differ_from_those_of_the_capture_run_as_they_were_give
 ) -> None:
     before = pair.report()["replays"]
     _handing(pair, change)
-    for _ in range(2):
-        pair.step(*(dataclasses.replace(micro, tail=0) for micro in PICTURES))
+    pair.step(*(dataclasses.replace(micro, tail=0) for micro in PICTURES), times=2)
     assert before > 0
     pair.ran(before, WARMING_UP=2 * rig.LAYERS, SIGNATURE_CHANGED=2 * 2 * rig.LAYERS)
 

@@ -324,10 +324,8 @@ def breaks_off_an_evaluation(trainer: Any, micros: list[rig.Micro], is_ours: boo
         found.append(losses.detach().clone())
         return losses, _raise if micro is micros[-1] and is_ours else reduce
 
-    trainer.model.eval()
-    with contextlib.suppress(Broken), torch.no_grad():
+    with contextlib.suppress(Broken), rig.evaluating(trainer.model):
         rig.run_schedule(trainer.model, forward_step, micros, len(micros), forward_only=True)
-    trainer.model.train()
     return found
 
 
