@@ -3,13 +3,13 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from host_rig import AdaptedLinear
-from megatron_rig import OPTIONS, Pair
+from megatron_rig import OPTIONS
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -184,6 +184,13 @@ def parametrizes(trainer: Trainer) -> Undo:
     return lambda: parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False) and None
 
 
+def of_all(do: Do, trainers: Sequence[Trainer]) -> Undo:
+    """Makes a change of some models; once, if it is of all that there are. Returns what takes it back."""
+    is_shared = do.__qualname__.startswith(("on_class", "hooks_all"))
+    undos = [do(trainer) for trainer in (trainers[:1] if is_shared else trainers)]
+    return lambda: [undo() for undo in reversed(undos)] and None
+
+
 # -- the table ---------------------------------------------------------------------------------------
 
 
@@ -195,12 +202,6 @@ class Change:
     stays_eager: bool = False  # the changed layer is not captured while it lasts
     lasts: bool = False  # it cannot be taken back
     matters: bool = True  # eager's own losses are others afterwards
-
-    def of_both(self, pair: Pair) -> Undo:
-        """Makes it in both models of a pair; once, if it is of all models."""
-        is_shared = self.do.__qualname__.startswith(("on_class", "hooks_all"))
-        undos = [self.do(trainer) for trainer in pair.both[: 1 if is_shared else 2]]
-        return lambda: [undo() for undo in reversed(undos)] and None
 
 
 STATES: dict[str, Do] = {

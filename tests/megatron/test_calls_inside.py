@@ -100,8 +100,7 @@ def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(before: str, in
     expected = call(trainer)
     install()
     step(trainer, [MICRO], update=False, times=2)
-    (report,) = megagraph.reports()
-    assert report["replays"] == LAYERS
+    assert megagraph.reports()[0]["replays"] == LAYERS
     with torch.no_grad():
         if before == "a forward that raised":
             with trainer.chunk.embedding.register_forward_hook(broken), pytest.raises(ArithmeticError):

@@ -139,8 +139,7 @@ def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(way: str) -
     graphed = [run(micro) for micro in micros]
     with megagraph.disable_cuda_graphs_this_step():
         eager = [run(micro) for micro in micros]
-    (report,) = megagraph.reports()
-    rig.ran(report, (2 + 3) * LAYERS, WARMING_UP=2 * LAYERS, DISABLED=3 * LAYERS)
+    rig.ran(rig.report_of(trainer), (2 + 3) * LAYERS, WARMING_UP=2 * LAYERS, DISABLED=3 * LAYERS)
     megagraph.uninstall()
     for micro, replayed, canonical in zip(micros, graphed, eager, strict=True):
         alone = run(micro)
@@ -382,8 +381,7 @@ def test_frequencies_of_each_token_are_padded_as_packs_are(make: Callable[..., E
     trainer = make(FEW)
     _run_as_given(trainer, "frequencies inside", Micro(lengths=(30, 34)))  # shows what they are
     _run_as_given(trainer, "frequencies inside", Micro(lengths=(9, 20)))
-    (report,) = megagraph.reports()
-    assert {*report["eager"]} == {"WARMING_UP"}
+    assert {*rig.report_of(trainer)["eager"]} == {"WARMING_UP"}
 
 
 def test_a_pack_of_too_many_tokens_is_an_error(make: Callable[..., ExpertTrainer]) -> None:
@@ -403,7 +401,6 @@ def test_a_forward_that_overrides_megatrons_is_refused(make: Callable[..., Exper
     trainer = make(FEW)
     trainer.chunk.__class__ = OwnModel
     step(trainer, [Micro(lengths=(28, 20))], times=3)
-    (report,) = megagraph.reports()
-    sites = report["layers"]
+    sites = (report := rig.report_of(trainer))["layers"]
     (failure,) = rig.ran(report, failures=1, WARMING_UP=sites, SCOPE_UNSUPPORTED=2 * sites)["failures"]
     assert "experts over several ranks that need equal rows, in a model with a forward" in failure

@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, evaluate, step
 from same_bits import assert_same_bits
-from state_changes import CHANGES, Probe, Undo, probe
+from state_changes import CHANGES, Probe, Undo, of_all, probe
 from torch.profiler import ProfilerActivity, profile
 
 import megagraph
@@ -37,7 +37,7 @@ def _costs(pair: rig.Pair, *micros: rig.Micro, **options: Any) -> dict[str, int]
 
 @contextmanager
 def _changed(pair: rig.Pair, name: str) -> Iterator[None]:
-    undo = CHANGES[name].of_both(pair)
+    undo = of_all(CHANGES[name].do, pair.both)
     yield
     undo()
 
@@ -57,7 +57,7 @@ def test_a_change_between_steps(name: str, pair: rig.Pair) -> None:
     pair.graphed.chunk.zero_grad()
     before = pair.ran(WARMING_UP=rig.LAYERS)
 
-    undo = change.of_both(pair)
+    undo = of_all(change.do, pair.both)
     changed = pair.step(rig.TWO).losses
     assert torch.equal(changed[0], losses[0]) is not change.matters, "the change changes nothing"
     assert rig.eager_since(pair.report(), before) == (

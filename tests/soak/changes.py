@@ -11,7 +11,7 @@ from unittest import mock
 import megatron_rig as rig
 from host_rig import AdaptedLinear
 from megatron.core.transformer.mlp import MLP
-from state_changes import Do, Undo, first, hooks, in_place, on_class, scaled, sets
+from state_changes import Do, Undo, evaluates, first, hooks, on_class, scaled, sets
 from torch import nn
 
 import megagraph
@@ -153,7 +153,7 @@ CHANGES: dict[str, Do] = {
     "half of a layer": scales("_forward_mlp", first),
     "class of an instance": subclass,
     "number of a layer": sets("note", 1.0, first),
-    "mode of a layer": in_place(lambda it: it.eval(), lambda it: it.train(), last),
+    "mode of a layer": evaluates(last),
     "frozen layer": freezes(first),
     "frozen embedding": freezes(lambda trainer: trainer.chunk.embedding),
     "all adapters": switches_adapters,
@@ -166,4 +166,3 @@ CHANGES: dict[str, Do] = {
 }
 OF_FORWARDS = {name for name in CHANGES if name.split()[0] in ("forward", "half", "class", "watched")}
 OF_FORWARDS |= {"forward of a layer"}
-OF_ALL_MODELS = ("forward of a class", "property of a class", "hook on all modules", "forward of all MLPs")

@@ -18,14 +18,14 @@ import torch
 from context_jobs import OwnMicro, SharedMicro
 from leftovers import free_models, go_in_time, models_in_memory
 from same_bits import BitsDiffer, assert_same_bits
-from state_changes import Do
+from state_changes import Do, of_all
 from torch import Tensor, distributed
 from torch.utils._pytree import tree_leaves
 
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-from .changes import OF_ALL_MODELS, OF_FORWARDS
+from .changes import OF_FORWARDS
 from .events import EVENTS, MISFIT
 from .models import KINDS, LAYOUTS, SHARES_PACKS, UNIT, Kind, plugin_of
 from .scenarios import Scenario
@@ -290,12 +290,10 @@ class Twins:
         """Changes both of the first pair until it is taken back; once, if it is of all models."""
         if name in OF_FORWARDS and self.scopes:  # a layer whose halves cannot be told apart stays eager
             self.explain("SCOPE_UNSUPPORTED", lasts=True)
-        both = self.first_of(ranks)
         try:
-            undos = [do(trainer) for trainer in (both[:1] if name in OF_ALL_MODELS else both)]
+            self.undos.append((ranks, of_all(do, self.first_of(ranks))))
         except Exception as error:  # such as hooks on parameters that are frozen
             _raise_for_host(error)
-        self.undos.append((ranks, lambda: [undo() for undo in reversed(undos)] and None))
 
     def take_back(self) -> None:
         self.undos.pop()[1]()
