@@ -48,6 +48,12 @@ class RunningBank(Bank):
             finally:
                 self._running = None
 
+    def run(self, hidden: Tensor, sources: Sequence[Tensor] = ()) -> Tensor:
+        """All of a micro-batch, which nothing keeps eager when it begins."""
+        with self.micro_batch("train", sources) as reason:
+            assert reason is None
+            return self(hidden)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         given = self.replay_all(hidden)
         if given is not NotImplemented:

@@ -274,8 +274,7 @@ def test_what_raises_in_the_middle_frees_its_slot(raises_in: str) -> None:
     pair.bank.set_listener(lambda: True, lambda first, _last: first == 2 and give_up("the listener"), [2])
     is_captured = True
     with pytest.raises(ValueError, match=f"{raises_in} gave up"):
-        with pair.bank.micro_batch("train"):
-            out = pair.bank(pair.input().requires_grad_())
+        out = pair.bank.run(pair.input().requires_grad_())
         out.sum().backward()
     out = None
     is_captured = False

@@ -90,8 +90,7 @@ def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str,
     x = pair.input().requires_grad_()
     scaled = x * 2
     scaled.register_hook(kept.append)
-    with pair.bank.micro_batch("train"):
-        out = pair.bank(scaled)
+    out = pair.bank.run(scaled)
     out.sum().backward()
     before = kept[0].clone()
     del out, scaled
@@ -347,9 +346,8 @@ def captured_with(sender: Sender, *, training: bool, ends: bool = False, **optio
 
 def run(sender: Sender, bank: RunningBank, *, training: bool) -> Tensor:
     hidden = torch.randn(ROWS, WIDTH, device=next(sender.parameters()).device, requires_grad=training)
-    with torch.set_grad_enabled(training), bank.micro_batch("train") as reason:
-        assert reason is None
-        return bank(hidden)
+    with torch.set_grad_enabled(training):
+        return bank.run(hidden)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -38,8 +38,7 @@ def test_packs_of_any_length_have_the_bits_of_the_canonical_pack(device: str) ->
 def test_the_gradient_of_an_inner_input_has_its_rows_too(device: str) -> None:
     pair = PackPair(device).capture()
     leaf = torch.randn(6, WIDTH, device=device, requires_grad=True)
-    with pair.bank.micro_batch("train", [offsets([2, 3], device)]):
-        out = pair.bank(leaf * 2)
+    out = pair.bank.run(leaf * 2, [offsets([2, 3], device)])
     out.sum().backward()
     assert leaf.grad is not None and leaf.grad.shape == (6, WIDTH)
     assert leaf.grad[:5].all() and not leaf.grad[5:].any()
@@ -130,9 +129,7 @@ def test_staging_and_calls_that_run_eager_have_metadata_as_it_was_specified(devi
         eager = spec.content(own, sources, 0)
         assert eager.dtype == own.dtype and eager.shape == own.shape and (eager is not own) == is_own
         assert not is_own or eager.long().tolist() == content
-        with bank.micro_batch("train", sources) as reason:
-            assert reason is None
-            bank(torch.randn(7, WIDTH, device=device))
+        bank.run(torch.randn(7, WIDTH, device=device), sources)
         assert buffers[0].long().tolist() == content
     assert (buffers[0] is example) == specification.get("shared", False)
 
@@ -238,9 +235,8 @@ def test_buffers_views_constants_and_what_comes_of_constants_are_no_error(device
     assert not bank.failures
     assert seen[0]["cu"].tolist() == [0, 3, 7, 7] and not seen[0]["mask"].any()
     x = torch.randn(7, WIDTH, device=device)
-    with torch.no_grad(), bank.micro_batch("train", [offsets([5, 2], device)]) as reason:
-        assert reason is None
-        assert_same_bits(bank(x)[:7].clone(), x * table, "output")
+    with torch.no_grad():
+        assert_same_bits(bank.run(x, [offsets([5, 2], device)])[:7].clone(), x * table, "output")
 
 
 def test_constants_live_as_long_as_the_graphs_that_read_them(device: str) -> None:
@@ -258,8 +254,8 @@ def test_constants_live_as_long_as_the_graphs_that_read_them(device: str) -> Non
     assert sum(it is not None for it in alive) == 2, "one for each slot"
     strangers = [torch.full((WIDTH,), torch.nan, device=device) for _ in range(50)]
     x = torch.randn(7, WIDTH, device=device)
-    with torch.no_grad(), bank.micro_batch("train", [offsets([7], device)]):
-        assert_same_bits(bank(x)[:7].clone(), x * 3, "output")
+    with torch.no_grad():
+        assert_same_bits(bank.run(x, [offsets([7], device)])[:7].clone(), x * 3, "output")
     del strangers, alive
     bank.release()
     gc.collect()
@@ -299,9 +295,8 @@ def test_an_input_that_no_graph_takes_has_its_variants_arguments_and_rows(device
     x = torch.randn(WIDTH, 6, device=device).t()  # in a layout that was not captured
     outs = []
     for given in (x, x.contiguous()):
-        with torch.no_grad(), bank.micro_batch("train", [offsets([4], device)]) as reason:
-            assert reason is None
-            outs.append(bank(given).clone())
+        with torch.no_grad():
+            outs.append(bank.run(given, [offsets([4], device)]).clone())
     assert bank.counters()["SIGNATURE_CHANGED"] == 1 and bank.counters()["replays"] == 3
     assert_same_bits(*outs)
     assert_same_bits(outs[0], (canonical(x, 4 if has_end else 6) * 3 + 1) * 3 + 1, "output")

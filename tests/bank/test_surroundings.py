@@ -45,8 +45,8 @@ class Strict(TorchDispatchMode):
 def test_tensors_that_are_not_plain_run_eager(device: str, make: Run, num_eager: int) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     hidden = make(pair.input())
-    with torch.no_grad(), pair.bank.micro_batch("train"):
-        out = pair.bank(hidden)
+    with torch.no_grad():
+        out = pair.bank.run(hidden)
     assert type(out) is type(hidden)
     assert_same_bits(out, run_eager(pair.eager_layers, hidden), "output")
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": num_eager}
@@ -64,13 +64,9 @@ def _transformed(run: Run, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("derivative", [_tangent, _transformed])
 def test_derivatives_of_other_modes_are_those_of_eager(pair: Pair, derivative: Derive) -> None:
-    def under_the_bank(given: Tensor) -> Tensor:
-        with pair.bank.micro_batch("train"):
-            return pair.bank(given)
-
     hidden = pair.input()
     eager = derivative(lambda given: run_eager(pair.eager_layers, given), hidden)
-    assert_same_bits(derivative(under_the_bank, hidden), eager, "derivative")
+    assert_same_bits(derivative(pair.bank.run, hidden), eager, "derivative")
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
 
 
@@ -136,8 +132,7 @@ def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(name: st
 
     pair = Pair("cpu", [Applies(meddle), Block()]).capture()
     meddles = True
-    with pair.bank.micro_batch("train"):
-        out = pair.bank(pair.input().requires_grad_())
+    out = pair.bank.run(pair.input().requires_grad_())
     out.sum().backward()
     meddles = False
     del out
@@ -225,8 +220,7 @@ def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, nam
 @pytest.mark.parametrize("name", ["cuDNN deterministic", "autocast"])
 def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(device: str, name: str) -> None:
     pair = Pair(device, blocks()).capture()
-    with pair.bank.micro_batch("train"):
-        out = pair.bank(pair.input().requires_grad_())
+    out = pair.bank.run(pair.input().requires_grad_())
     cudnn = torch.backends.cudnn
     is_deterministic = _set(cudnn, "deterministic", not cudnn.deterministic)
     other = is_deterministic if name == "cuDNN deterministic" else SETTINGS[name](device)
@@ -241,12 +235,7 @@ def _both_backwards(pair: Pair, write: Callable[[Tensor, Tensor], object]) -> li
     hidden, errors = pair.input(), []
     for is_ours in (True, False):
         given = hidden.clone().requires_grad_() * 1.0
-        if is_ours:
-            with pair.bank.micro_batch("train") as reason:
-                assert reason is None
-                out = pair.bank(given)
-        else:
-            out = run_eager(pair.eager_layers, given)
+        out = pair.bank.run(given) if is_ours else run_eager(pair.eager_layers, given)
         write(given, out)
         try:
             out.sum().backward()
