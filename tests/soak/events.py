@@ -451,7 +451,7 @@ def suspends(twins: "Twins", ranks: Ranks) -> None:
         megagraph.suspend()
 
 
-@event(draw=of_ranks, weight=4)
+@event("GROUP_DISAGREED", draw=of_ranks, weight=4)
 def resumes(twins: "Twins", ranks: Ranks) -> None:
     if twins.is_of(ranks):
         megagraph.resume()

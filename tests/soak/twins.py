@@ -258,6 +258,7 @@ class Twins:
             torch.manual_seed(self._seed)
             return work(trainer), rig.metrics()
 
+        of_eager = self._report_of(pair.eager)
         with megagraph.disable_cuda_graphs_this_step():
             try:
                 one = work_of(pair.eager)
@@ -281,9 +282,11 @@ class Twins:
             whys = rig.eager_since(after, before).keys() & OF_LAYERS
             drops = "moe_pad_expert_input_to_capacity"
             is_known = getattr(pair.eager.chunk.config, drops, False) or _are_near(one, other)
-            may_be_given = whys or is_renewed  # by the former plugin's reasons the eager twin has run so
+            # The eager twin has run so by the former plugin's reasons, or since no step of it has ended yet.
+            is_new = is_renewed or "WARMING_UP" in rig.eager_since(self._report_of(pair.eager), of_eager)
+            may_be_given = whys or is_new
             if may_be_given and after["replays"] == before["replays"] and is_known:
-                raise AsGiven(f"for {whys or 'reasons of the former plugin'}") from error
+                raise AsGiven(f"for {whys or 'reasons of a new plugin'}") from error
             raise
 
     def change(self, name: str, do: Do, ranks: Sequence[int]) -> None:
