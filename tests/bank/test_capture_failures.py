@@ -4,17 +4,18 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from bank_pair import WIDTH, Applies, Block, Pair, new_bank, rng_states, variant
+from bank_pair import WIDTH, Applies, Block, Pair, blocks, new_bank, rng_states, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph.bank.capture import GAVE_UP, GroupGaveUp
 from megagraph.cli.rehearsal import warm_up
 from megagraph.log import log
 from megagraph.reasons import EagerReason
@@ -227,6 +228,30 @@ def test_an_earlier_variant_survives_the_failure_of_a_later_one(device: str) -> 
         assert pair.step() is None
         assert pair.step(pair.input(4), "more") is None
     assert pair.eager_calls() == {"WARMING_UP": 8, "CAPTURE_FAILED": 3}
+
+
+def test_a_capture_ends_with_the_question_to_which_a_rank_answers_that_it_gave_up() -> None:
+    """Bug: asked whether a site runs twice, a rank took that for a yes, and asked on: nobody answered."""
+    said: list[list[int]] = []
+    at: int | None = None
+
+    def told(values: Sequence[int]) -> list[int]:
+        said.append([*values])
+        return [GAVE_UP] * len(values) if len(said) - 1 == at else [*values]
+
+    layers = blocks(2)
+    bank = new_bank(layers, "cpu", max_over_ranks=told)
+    bank.capture([variant()])
+    num_asked = len(said)
+    assert num_asked > 2 * 4  # of each site in its warm-up and its passes
+    for place in range(num_asked):
+        said, at = [], place
+        with pytest.raises(GroupGaveUp):
+            bank.capture([variant()])
+        assert len(said) == place + 1
+    said, at = [], None
+    bank.capture([variant()])
+    assert bank.eager_sites == {} and bank.num_graphs == 4
 
 
 def test_an_interrupt_ends_the_capture_and_can_be_tried_again(device: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from model_specs import asks_for_no_engine, mla_config, spec_of
 from offsets import offsets, pack_of
 from same_bits import assert_same_bits
+from sharded_sgd import ShardedSGD
 from streams import seed_streams
 from torch import Tensor, nn
 
@@ -267,29 +268,6 @@ def unsynchronized(trainer: Trainer) -> Iterator[None]:
             yield
     finally:
         config.no_sync_func, config.finalize_model_grads_func = before
-
-
-class ShardedSGD:
-    """Updates this rank's shard of each parameter buffer and makes the others unusable until they are
-    gathered: a stand-in for Megatron's distributed optimizer, which refuses the CPU.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._buffers = [*model.buffers, *model.expert_parallel_buffers]
-
-    def zero_grad(self) -> None:
-        """Gradients live in the buffers, which the schedule's caller zeroes."""
-
-    def step(self) -> None:
-        """One step; the gather of the parameters is left to the next forward pass."""
-        with torch.no_grad():
-            for buffer in self._buffers:
-                size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
-                for bucket in buffer.buckets:
-                    shards = bucket.param_data.view(size, -1)
-                    updated = shards[rank] - 0.05 * bucket.grad_data.view(size, -1)[rank]
-                    shards.fill_(float("nan"))
-                    shards[rank] = updated
 
 
 _SHAPE = {field.name for field in dataclasses.fields(ModelOptions)}

@@ -17,6 +17,7 @@ from model_specs import asks_for_no_engine, spec_of
 from overlap_rig import delay_linears
 from parallel_jobs import MISFIT, hearing
 from same_bits import assert_same_bits
+from sharded_sgd import ShardedSGD
 from streams import makes_groups, seed_streams
 from torch import distributed
 
@@ -56,7 +57,7 @@ class Trainer(PipelineTrainer):
         with asks_for_no_engine(), _prepares(kind):
             super().__init__(cut, options, ddp=ddp, spec=LAYERS[kind], **further)
         sharded = ddp.get("overlap_param_gather", False)
-        self._sharded = [rig.ShardedSGD(chunk) for chunk in self.chunks] if sharded else []
+        self._sharded = [ShardedSGD(chunk) for chunk in self.chunks] if sharded else []
         self.reduced: list[tuple[int, int]] = []  # buckets of chunks, in the order of their reductions
         self.at_reduction: Callable[[], None] = lambda: None  # called before each
         for index, chunk in enumerate(self.chunks):
