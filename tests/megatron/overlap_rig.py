@@ -117,10 +117,13 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         return super().make_optimizer() if is_sharded else Descent(self.chunk)
 
 
-def _filled(micro: Micro) -> Micro:
+def filled(micro: Micro) -> Micro:
     """The same, but for its last document, with which it fills its capacity."""
-    missing = rig.CAPACITY.tokens - micro.physical
-    return dataclasses.replace(micro, lengths=(*micro.lengths[:-1], micro.lengths[-1] + missing))
+    missing = max(rig.CAPACITY.tokens - micro.physical, 0)
+    longer = {"lengths": (*micro.lengths[:-1], micro.lengths[-1] + missing)}
+    if micro.padded is not None:
+        longer["padded"] = (*micro.padded[:-1], micro.padded[-1] + missing)
+    return dataclasses.replace(micro, **longer)
 
 
 def steps_of(number: int, *, fills: bool = True, masks: bool = False) -> list[list[Micro]]:
@@ -129,7 +132,7 @@ def steps_of(number: int, *, fills: bool = True, masks: bool = False) -> list[li
     Plans run packs as they were given, and means that routers log round by the number of rows.
     """
     steps = rig.steps_of(number * max(COUNTS), tails=False, masks=masks)
-    packs = map(_filled if fills else dataclasses.replace, itertools.chain.from_iterable(steps))
+    packs = map(filled if fills else dataclasses.replace, itertools.chain.from_iterable(steps))
     return [[*itertools.islice(packs, COUNTS[index % len(COUNTS)])] for index in range(number)]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import megagraph
 
 EVENTS = 30
-SEEDS = (1, 2, 3, 5, 6)  # of kinds of models that differ
+SEEDS = (1, 2, 5, 6, 9)  # of kinds of models that differ
 
 
 def test_any_order_of_events_leaves_eager_bits() -> None:

@@ -127,6 +127,11 @@ def grads(chunk: Any) -> dict[str, torch.Tensor]:
     return {name: it for name, it in rig.grads(chunk).items() if name not in of_rows}
 
 
+def run_of(model: Any, plans: bool) -> Any:
+    """What Megatron's schedule has a forward step call."""
+    return model.build_schedule_plan if plans else model
+
+
 # -- steps -------------------------------------------------------------------------------------------
 
 
@@ -145,7 +150,11 @@ def evaluates(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     return rig.evaluate(trainer, micros)
 
 
-@step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"))
+# Where nobody asks for late gradients, Megatron adds those that are left to the next ones of all.
+_ASKS = {"applies": lambda twins: not twins.has("late gradients")}
+
+
+@step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"), **_ASKS)
 def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """All forwards, then the backwards in some order."""
     has_scale = MoEAuxLossAutoScaler.main_loss_backward_scale is not None  # of a schedule, whose it stays
@@ -188,31 +197,38 @@ def _raise(*_args: Any, **_kwargs: Any) -> None:
 @step(
     "STATE_CHANGED",
     how=("data", "embedding", "layer", "forward", "loss", "backward"),
-    applies=lambda twins: twins.layout != "some",  # whose last ones are not the same
+    # The last ones of "some" are not the same, and what is broken off asks for no late gradients.
+    applies=lambda twins: twins.layout != "some" and not twins.has("late gradients"),
     weight=4,
 )
 def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """In its last micro-batch. What it has added to gradients is compared."""
     left, chunk = len(micros), trainer.chunk
     module = {"embedding": chunk.embedding, "layer": chunk.decoder.layers[-1]}.get(how)
+
+    def breaks_backward(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def reduces(losses: torch.Tensor) -> Any:
+            losses.register_hook(_raise)
+            return reduce(losses)
+
+        return reduces
+
     # No capture runs it: a state that has not been before.
     broken = {"_call_impl": _raise, "broken": next(_BROKEN)}
 
-    def forward_step(data: Iterator[rig.Micro], model: Any) -> Any:
+    def forward_step(data: Iterator[rig.Micro], model: Any, return_schedule_plan: bool = False) -> Any:
         nonlocal left
         left -= 1
-        if left:
-            return rig.forward(model, next(data), trainer.device)
-        if how == "data":
+        if not left and how == "data":
             raise Broken
-        if module is not None:
+        if not left and module is not None:
             vars(module).update(broken)
-        losses, reduce = rig.forward(model, next(data), trainer.device)
+        losses, reduce = rig.forward(run_of(model, return_schedule_plan), next(data), trainer.device)
+        if left:
+            return losses, reduce
         if how == "forward":
             raise Broken
-        if how == "backward":
-            losses.register_hook(_raise)
-        return losses, _raise if how == "loss" else reduce
+        return losses, {"backward": breaks_backward(reduce), "loss": _raise}.get(how, reduce)
 
     trainer.zero_grad()
     with contextlib.suppress(Broken):
@@ -339,6 +355,8 @@ WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED
 
 @event(*WATCHED, draw=one_of("name", CHANGES), weight=8)
 def changes(twins: "Twins", name: str, ranks: Ranks) -> None:
+    if name in ("frozen embedding", "frozen layer") and twins.has("overlap"):
+        return  # Megatron's plans go backward through all layers, and late gradients are of what trains
     is_apart = name == "frozen embedding" and twins.is_shared  # unless each rank trains the layers behind it
     if not (is_apart and twins.anywhere(twins.has_frozen("decoder.layers.0"))):
         twins.change(name, CHANGES[name], twins.ranks_of(name, ranks))
@@ -413,18 +431,20 @@ AT_EACH_CALL = [
 def changes_within_a_step(twins: "Twins", packs: list[Given], model: int, name: str, ranks: Ranks) -> None:
     """Before its last micro-batch, and back behind the step. One rank alone may find it, and say so."""
     ranks = twins.ranks_of(name, ranks, inside=True)
+    if twins.has("overlap") and "NUMERICS_CHANGED" in AROUND.get(name, ("", ()))[1]:
+        return  # an error by name: the micro-batch before is still to go backward
 
     def work(trainer: Any) -> Any:
         micros = twins.micros(packs)
 
-        def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
+        def forward_step(data: Iterator[rig.Micro], chunk: Any, return_schedule_plan: bool = False) -> Any:
             micro = next(data)
             if micro is micros[-1] and twins.is_of(ranks):
                 if name in AROUND:
                     afterwards.enter_context(AROUND[name][0]())
                 else:
                     afterwards.callback(CHANGES[name](trainer))
-            return rig.forward(chunk, micro, trainer.device)
+            return rig.forward(run_of(chunk, return_schedule_plan), micro, trainer.device)
 
         trainer.zero_grad()
         with contextlib.ExitStack() as afterwards:

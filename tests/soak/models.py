@@ -15,6 +15,7 @@ from megatron_rig import HYBRID_PATTERN, ON_GPU, ModelTrainer, around_mlps, chan
 from model_specs import KINDS as MLA_KINDS
 from model_specs import te_layer_spec
 from moe_rig import ExpertTrainer
+from overlap_rig import OverlapTrainer
 from state_changes import Probe
 from streams import seeded
 from torch import nn
@@ -56,6 +57,10 @@ def _experts(config: dict[str, Any] | None = None, **given: Any) -> Trainer:
     return ExpertTrainer(**{"kinds": "E-", **given}, **(config or {}))
 
 
+def _overlapped(config: dict[str, Any] | None = None, **given: Any) -> Trainer:
+    return OverlapTrainer(overlaps=True, **given, **(config or {}))
+
+
 def _shares_a_parameter(chunk: Any) -> None:
     one, other = (layer.mlp.linear_fc2 for layer in chunk.decoder.layers)
     other.weight = one.weight
@@ -75,6 +80,7 @@ _SHARED = frozenset({"SHARED_PARAMETER"})
 _EXPERTS = frozenset({"experts"})
 _RANKS = frozenset({"tp", "sp", "cp", "some", "dp"})
 _APART = frozenset({"tp", "dp"})
+_SPLIT: tuple[Scopes, ...] = (("attn",), ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess"))
 KINDS: dict[str, Kind] = {
     "dense": Kind(make=ModelTrainer, has=frozenset({"dense"}), layouts=_RANKS),
     "probes": Kind(make=_prepared(around_mlps(Probe)), has=frozenset({"probes"}), layouts=_APART),
@@ -105,6 +111,23 @@ KINDS: dict[str, Kind] = {
     "grouped experts": Kind(
         make=partial(_experts, is_grouped=True), scopes=((), ("attn", "moe_router")), has=_EXPERTS
     ),
+}
+_OVERLAPPED: dict[str, dict[str, Any]] = {
+    "overlapped experts": {},
+    "overlapped shared experts": moe_rig.SHARED,
+    "late gradients": {"delays": "unfused"},
+    "late gradients, fused": {"delays": "fused"},
+}
+if ON_GPU:
+    _OVERLAPPED |= {f"{name}, engine": {**given, "engine": True} for name, given in _OVERLAPPED.items()}
+KINDS |= {
+    name: Kind(
+        make=partial(_overlapped, **given),
+        scopes=_SPLIT if seams.permutation_sorts() else _SPLIT[:2],
+        has=_EXPERTS | {"overlap", *(("late gradients",) if "delays" in given else ())},
+        layouts=frozenset({"ep"}),
+    )
+    for name, given in _OVERLAPPED.items()
 }
 if seams.hybrid_seams():
     KINDS["hybrid"] = Kind(make=partial(ModelTrainer, pattern=HYBRID_PATTERN), layouts=_APART)
@@ -141,13 +164,16 @@ def draw_plugin(rng: Random) -> dict[str, Any]:
     return {name: rng.choice(values) for name, values in PLUGIN.items()}
 
 
-def plugin_of(scopes: Scopes, plugin: dict[str, Any], layout: str = "") -> GraphConfig:
-    """The same as the plugin takes them."""
+def plugin_of(kind: Kind, scopes: Scopes, plugin: dict[str, Any], layout: str = "") -> GraphConfig:
+    """The same as the plugin takes them, for a first model of this kind."""
+    overlaps = "overlap" in kind.has  # whose last documents fill their capacity
     capacities = tuple(
-        Capacity(tokens=tokens, num_seqs=documents, max_seqlen=longest)
+        Capacity(tokens=tokens, num_seqs=documents, max_seqlen=tokens if overlaps else longest)
         for tokens, documents, longest in plugin["capacities"]
     )
     given = {**plugin, "capacities": capacities, "cuda_graph_modules": scopes}
+    if overlaps:  # which is refused in one graph of all layers
+        given["cuda_graph_granularity"] = "layer"
     if layout == "some":
         given |= {"cp_sizes": (1, 2), "cuda_graph_max_packed_seqs": (6,), "max_seqlen_per_dp_cp_rank": 64}
         given["capacities"] = ()

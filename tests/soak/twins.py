@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import megatron_rig as rig
 import moe_rig
+import overlap_rig
 import torch
 from context_jobs import OwnMicro, SharedMicro
 from leftovers import free_models, go_in_time, models_in_memory
@@ -23,6 +24,7 @@ from torch import Tensor, distributed
 from torch.utils._pytree import tree_leaves
 
 import megagraph
+from benchmarks.subjects.overlap import copies_for_all_to_all
 from megagraph.demo.trainer import Trainer
 
 from .changes import OF_FORWARDS
@@ -116,7 +118,7 @@ class Twins:
     asked: ClassVar[list[list[int]]] = []
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scopes, self.layout = scenario.scopes, scenario.layout
+        self._kind, self.scopes, self.layout = scenario.kind, scenario.scopes, scenario.layout
         self.is_shared, self.rank = bool(scenario.layout), distributed.get_rank()
         self.pairs: list[rig.Pair] = []
         self._kinds: list[Kind] = []
@@ -149,7 +151,7 @@ class Twins:
     def install(self, plugin: dict[str, Any]) -> None:
         self.held.clear()
         megagraph.uninstall()
-        megagraph.install(plugin_of(self.scopes, plugin, self.layout))
+        megagraph.install(plugin_of(KINDS[self._kind], self.scopes, plugin, self.layout))
         self.plugin = plugin
         if self.pairs:  # whose DDP is a stranger until a schedule shows it
             self.explain("FOREIGN_HOOK")
@@ -189,7 +191,7 @@ class Twins:
             self.scars |= {*reasons}
 
     def micros(self, packs: Sequence[dict[str, Any]]) -> list[rig.Micro]:
-        """Of what was drawn, those that this rank runs."""
+        """Of what was drawn, those that this rank runs. A plan runs them as given: they fill the capacity."""
         found = []
         if self.layout in ("dp", "ep") and self.rank:
             packs = [{**it, "seed": it.get("seed", 0) + 1} for it in packs[::-1]]
@@ -204,11 +206,11 @@ class Twins:
             if self.layout and "padded" not in it:
                 fields["padded"] = tuple(-(-length // UNIT) * UNIT for length in it["lengths"])
             found.append(micro(**fields))
-        return found
+        return [*map(overlap_rig.filled, found)] if self.has("overlap") else found
 
     def has(self, *features: str) -> bool:
         """Whether the first pair has all of them."""
-        return {*features} <= self._kinds[0].has
+        return {*features} <= KINDS[self._kind].has
 
     def is_of(self, ranks: Sequence[int]) -> bool:
         """Whether an event of some ranks is one of this rank."""
@@ -382,7 +384,8 @@ def as_it_was() -> Iterator[None]:
     """Puts back what is of the whole process, whatever happened inside, or left by somebody before."""
     rig.forget_metrics()
     precision = torch.get_float32_matmul_precision()
-    with moe_rig.experts_on_cpu():
+    is_alone = distributed.get_world_size() == 1
+    with moe_rig.experts_on_cpu(), copies_for_all_to_all() if is_alone else contextlib.nullcontext():
         try:
             yield
         finally:
