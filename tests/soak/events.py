@@ -151,10 +151,10 @@ def evaluates(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
 
 
 # Where nobody asks for late gradients, Megatron adds those that are left to the next ones of all.
-_ASKS = {"applies": lambda twins: not twins.has("late gradients")}
+_ALONE = {"applies": lambda twins: not (twins.has("late gradients") or twins.has("stages"))}
 
 
-@step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"), **_ASKS)
+@step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"), **_ALONE)
 def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """All forwards, then the backwards in some order."""
     has_scale = MoEAuxLossAutoScaler.main_loss_backward_scale is not None  # of a schedule, whose it stays
@@ -204,7 +204,7 @@ def _raise(*_args: Any, **_kwargs: Any) -> None:
 def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """In its last micro-batch. What it has added to gradients is compared."""
     left, chunk = len(micros), trainer.chunk
-    module = {"embedding": chunk.embedding, "layer": chunk.decoder.layers[-1]}.get(how)
+    module = {"embedding": getattr(chunk, "embedding", None), "layer": chunk.decoder.layers[-1]}.get(how)
 
     def breaks_backward(reduce: Callable[..., Any]) -> Callable[..., Any]:
         def reduces(losses: torch.Tensor) -> Any:
@@ -310,7 +310,7 @@ def trains_inside(trainer: Any, micros: list[rig.Micro], how: str, is_ours: bool
         return rig.step(trainer, micros)
 
 
-@step("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks)
+@step("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks, **_ALONE)
 def passes_without_gradients(trainer: Any, micros: list[rig.Micro], is_ours: bool) -> Any:
     """Outside of any schedule, in training mode; these ranks so that nobody can ever record any."""
     with torch.inference_mode() if is_ours else torch.no_grad():
@@ -355,8 +355,8 @@ WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED
 
 @event(*WATCHED, draw=one_of("name", CHANGES), weight=8)
 def changes(twins: "Twins", name: str, ranks: Ranks) -> None:
-    if name in ("frozen embedding", "frozen layer") and twins.has("overlap"):
-        return  # Megatron's plans go backward through all layers, and late gradients are of what trains
+    if name in ("frozen embedding", "frozen layer") and twins.may_overlap:
+        return  # plans go backward through all layers, late gradients are of what trains, or there is none
     is_apart = name == "frozen embedding" and twins.is_shared  # unless each rank trains the layers behind it
     if not (is_apart and twins.anywhere(twins.has_frozen("decoder.layers.0"))):
         twins.change(name, CHANGES[name], twins.ranks_of(name, ranks))
@@ -431,7 +431,7 @@ AT_EACH_CALL = [
 def changes_within_a_step(twins: "Twins", packs: list[Given], model: int, name: str, ranks: Ranks) -> None:
     """Before its last micro-batch, and back behind the step. One rank alone may find it, and say so."""
     ranks = twins.ranks_of(name, ranks, inside=True)
-    if twins.has("overlap") and "NUMERICS_CHANGED" in AROUND.get(name, ("", ()))[1]:
+    if twins.may_overlap and "NUMERICS_CHANGED" in AROUND.get(name, ("", ()))[1]:
         return  # an error by name: the micro-batch before is still to go backward
 
     def work(trainer: Any) -> Any:
@@ -557,10 +557,17 @@ def reloads(twins: "Twins") -> None:
 # -- models and the plugin ---------------------------------------------------------------------------
 
 
-@event(draw=one_of("kind", KINDS, then=lambda _: {}), applies=lambda it: len(it.pairs) < 3, of_ranks=False)
+@event(
+    draw=one_of("kind", KINDS, then=lambda _: {}),
+    applies=lambda twins: len(twins.pairs) < 3 and not twins.has("stages"),
+    of_ranks=False,
+)
 def adds_a_model(twins: "Twins", kind: str) -> None:
     """One that has what the scopes name. Megatron counts the experts of one model alone."""
-    if twins.scopes in KINDS[kind].scopes and not (twins.has("experts") and "experts" in KINDS[kind].has):
+    has = KINDS[kind].has
+    if twins.scopes in KINDS[kind].scopes and not (
+        "stages" in has or (twins.has("experts") and "experts" in has)
+    ):
         twins.add(kind)
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scenarios draw: kinds of models, each with the scopes that are legal for it, and options."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
+import megatron_rig as rig
 import moe_rig
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, adapt
@@ -20,10 +23,13 @@ from state_changes import Probe
 from streams import seeded
 from torch import nn
 
+from benchmarks.subjects.overlap import copies_for_all_to_all
+from benchmarks.subjects.pipelines import Cut, alone
 from megagraph._C import Capacity
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
+from megagraph.megatron.parallel.model_parallel import schedule_of
 
 Scopes = tuple[str, ...]
 UNIT = 4  # rows that two ranks can share, whatever they share
@@ -51,6 +57,7 @@ class Kind:
     reasons: frozenset[str] = frozenset()  # of layers that are eager by nature
     has: frozenset[str] = frozenset()  # what events ask for
     layouts: frozenset[str] = frozenset()  # of ranks that it can be spread over
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # a scenario of one rank
 
 
 def _experts(config: dict[str, Any] | None = None, **given: Any) -> Trainer:
@@ -59,6 +66,33 @@ def _experts(config: dict[str, Any] | None = None, **given: Any) -> Trainer:
 
 def _overlapped(config: dict[str, Any] | None = None, **given: Any) -> Trainer:
     return OverlapTrainer(overlaps=True, **given, **(config or {}))
+
+
+STAGES = 3
+_CUT = Cut(stages=STAGES)
+
+
+def _stage(stage: int, config: dict[str, Any] | None = None) -> Trainer:
+    ends = {"pre_process": stage == 0, "post_process": stage == STAGES - 1}
+    fields = {**_CUT.config(), **(config or {})}
+    return ModelTrainer(layers=2 * STAGES, config=fields, arguments=lambda _config: ends)
+
+
+@contextmanager
+def _without_others(stage: int) -> Iterator[None]:
+    """Inside, schedules run this stage alone, and hand out what it sends the other ones, too."""
+    run = rig.run_schedule
+
+    def run_stage(
+        model: Any, forward_step: Any, data: list[rig.Micro], count: int, **options: Any
+    ) -> list[dict[str, Any]]:
+        rows = [micro.physical for micro in data]
+        others.begin(schedule_of(model.module), rows, forward_only=options.get("forward_only", False))
+        left = run(model, forward_step, data, count, **options)
+        return [*left, *({"losses": it} for it in others.taken)]
+
+    with alone(_CUT, stage) as others, mock.patch.object(rig, "run_schedule", run_stage):
+        yield
 
 
 def _shares_a_parameter(chunk: Any) -> None:
@@ -126,8 +160,15 @@ KINDS |= {
         scopes=_SPLIT if seams.permutation_sorts() else _SPLIT[:2],
         has=_EXPERTS | {"overlap", *(("late gradients",) if "delays" in given else ())},
         layouts=frozenset({"ep"}),
+        around=copies_for_all_to_all,
     )
     for name, given in _OVERLAPPED.items()
+}
+KINDS |= {
+    f"stage {stage}": Kind(
+        make=partial(_stage, stage), has=frozenset({"stages"}), around=partial(_without_others, stage)
+    )
+    for stage in range(STAGES)
 }
 if seams.hybrid_seams():
     KINDS["hybrid"] = Kind(make=partial(ModelTrainer, pattern=HYBRID_PATTERN), layouts=_APART)
@@ -174,6 +215,8 @@ def plugin_of(kind: Kind, scopes: Scopes, plugin: dict[str, Any], layout: str = 
     given = {**plugin, "capacities": capacities, "cuda_graph_modules": scopes}
     if overlaps:  # which is refused in one graph of all layers
         given["cuda_graph_granularity"] = "layer"
+    if "stages" in kind.has:  # as many as are in flight
+        given["cuda_graph_slots"] = None
     if layout == "some":
         given |= {"cp_sizes": (1, 2), "cuda_graph_max_packed_seqs": (6,), "max_seqlen_per_dp_cp_rank": 64}
         given["capacities"] = ()

@@ -24,7 +24,6 @@ from torch import Tensor, distributed
 from torch.utils._pytree import tree_leaves
 
 import megagraph
-from benchmarks.subjects.overlap import copies_for_all_to_all
 from megagraph.demo.trainer import Trainer
 
 from .changes import OF_FORWARDS
@@ -127,6 +126,8 @@ class Twins:
         self.held: list[Any] = []  # memory that somebody keeps for a while
         self.kept: list[Any] = []  # memory that takes the place of what was freed
         self.may_adapt = "dense" in KINDS[scenario.kind].has
+        # Whether micro-batches go forward between the forward and the backward of another one.
+        self.may_overlap = self.has("overlap") or self.has("stages")
         self.is_wrong = False  # in captures, which verifications find
         self.expected: set[str] = {"WARMING_UP"}  # reasons that something has explained
         self.scars: set[str] = set()  # of these those that stay
@@ -384,8 +385,7 @@ def as_it_was() -> Iterator[None]:
     """Puts back what is of the whole process, whatever happened inside, or left by somebody before."""
     rig.forget_metrics()
     precision = torch.get_float32_matmul_precision()
-    is_alone = distributed.get_world_size() == 1
-    with moe_rig.experts_on_cpu(), copies_for_all_to_all() if is_alone else contextlib.nullcontext():
+    with moe_rig.experts_on_cpu():
         try:
             yield
         finally:
@@ -398,8 +398,8 @@ def as_it_was() -> Iterator[None]:
 
 def run(scenario: Scenario) -> Outcome:
     """Runs it to its end or its first failure."""
-    outcome = Outcome()
-    with as_it_was():
+    outcome, kind = Outcome(), KINDS[scenario.kind]
+    with as_it_was(), contextlib.nullcontext() if scenario.layout else kind.around():
         try:
             _run(scenario, outcome)
         except Exception as error:
