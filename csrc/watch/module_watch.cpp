@@ -67,10 +67,16 @@ py::object computed_main_grad(PyObject* param) {
   return found;
 }
 
-// Memory that was freed counts as no address. Whether there is some, or none is needed.
+// With what is read there. Memory that was freed counts as no address. Whether there is some, or
+// none is needed.
 bool mix_address(Hash& hash, const at::Tensor& tensor) {
   const bool is_stored = tensor.has_storage() && tensor.storage().nbytes() > 0;
   hash.mix(is_stored ? tensor.const_data_ptr() : nullptr);
+  hash.mix(static_cast<size_t>(tensor.scalar_type()));
+  if (tensor.layout() == at::kStrided) {
+    for (const int64_t size : tensor.sizes()) hash.mix(static_cast<size_t>(size));
+    for (const int64_t stride : tensor.strides()) hash.mix(static_cast<size_t>(stride));
+  }
   return is_stored || tensor.numel() == 0;
 }
 

@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "csrc/watch/references.h"
 
@@ -13,17 +15,21 @@ namespace megagraph {
 namespace {
 
 struct Known {
-  py::object reference;  // weak; null where the object takes none
-  const PyTypeObject* type;
+  py::object reference;  // weak
+  uint64_t serial;
+};
+struct Kept {
+  py::object object;  // takes no weak reference: held, or another one might come to its address
   uint64_t serial;
 };
 
 // Under the GIL, and never destroyed: Python may be gone by then.
 auto& known_objects = *new std::unordered_map<PyObject*, Known>;
+auto& kept_objects = *new std::unordered_map<PyObject*, Kept>;
 uint64_t last_serial = 0;
 size_t next_sweep = 1024;
 
-bool is_gone(const Known& known) { return known.reference && !referent(known.reference.ptr()); }
+bool is_gone(const Known& known) { return !referent(known.reference.ptr()); }
 
 // Lets go of objects that are gone, whenever there are twice as many as were left the last time.
 void sweep() {
@@ -34,10 +40,24 @@ void sweep() {
   next_sweep = 2 * known_objects.size() + 1024;
 }
 
-py::object weak_reference(PyObject* object) {
-  auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object, nullptr));
-  if (!reference) PyErr_Clear();
-  return reference;
+// Lets go of all that nobody else holds.
+void release_kept() {
+  std::vector<Kept> unused;  // whose end may run code that comes back here
+  for (auto kept = kept_objects.begin(); kept != kept_objects.end();) {
+    const bool is_used = Py_REFCNT(kept->first) > 1;
+    if (!is_used) unused.push_back(std::move(kept->second));
+    kept = is_used ? std::next(kept) : kept_objects.erase(kept);
+  }
+}
+
+// Of an object that takes no weak reference.
+uint64_t serial_of_kept(PyObject* object) {
+  const auto found = kept_objects.find(object);
+  if (found != kept_objects.end()) return found->second.serial;
+  const uint64_t serial = ++last_serial;
+  kept_objects.emplace(object, Kept{py::reinterpret_borrow<py::object>(object), serial});
+  release_kept();
+  return serial;
 }
 
 }  // namespace
@@ -45,14 +65,17 @@ py::object weak_reference(PyObject* object) {
 uint64_t serial_of(PyObject* object) {
   const auto found = known_objects.find(object);
   if (found != known_objects.end()) {
-    const Known& known = found->second;
-    const bool is_same = known.reference ? !is_gone(known) : known.type == Py_TYPE(object);
-    if (is_same) return known.serial;
+    if (!is_gone(found->second)) return found->second.serial;
     known_objects.erase(found);
+  }
+  auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object, nullptr));
+  if (!reference) {
+    PyErr_Clear();
+    return serial_of_kept(object);
   }
   sweep();
   const uint64_t serial = ++last_serial;
-  known_objects.emplace(object, Known{weak_reference(object), Py_TYPE(object), serial});
+  known_objects.emplace(object, Known{std::move(reference), serial});
   return serial;
 }
 

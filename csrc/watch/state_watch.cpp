@@ -2,6 +2,7 @@
 #include "csrc/watch/state_watch.h"
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -59,6 +60,14 @@ struct StateWatch::Owner {
 
   // Returns whether something else of it has items of its own.
   bool read(const StateRules& rules) {
+    // Until all of it was read: an error half way leaves it to be read again.
+    const struct Unread {
+      const DictFlag& has_changed;
+      const int errors = std::uncaught_exceptions();
+      ~Unread() {
+        if (std::uncaught_exceptions() > errors) *has_changed = true;
+      }
+    } unread{has_changed};
     *has_changed = false;
     watch_dicts();
     mutables.clear();

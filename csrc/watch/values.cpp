@@ -64,6 +64,7 @@ struct Types {
   py::object module = py::module_::import("torch.nn").attr("Module");
   py::object device = py::module_::import("torch").attr("device");
   py::object enumeration = py::module_::import("enum").attr("Enum");
+  py::object number = py::module_::import("numbers").attr("Number");
   py::object namespaces[2] = {py::module_::import("types").attr("SimpleNamespace"),
                               py::module_::import("argparse").attr("Namespace")};
 };
@@ -76,6 +77,13 @@ const Types& types() {
 
 bool is_a(PyObject* value, const py::object& type) {
   return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type.ptr()));
+}
+
+// Such as a Decimal, or one of numpy's: each is a new object. Its hash is the same for -1 and -2.
+size_t of_number_or_identity(PyObject* value) {
+  const bool may_be_number = Py_TYPE(value)->tp_weaklistoffset == 0 && !PyType_Check(value);
+  if (!may_be_number || !py::isinstance(value, types().number)) return of_identity(value);
+  return combined(of_type(value), static_cast<size_t>(py::hash(py::repr(py::handle(value)))));
 }
 
 // The fields of a dataclass; null of any other object, of a class and of a module.
@@ -117,6 +125,10 @@ bool is_configuration(PyObject* object) {
 size_t ValueHasher::operator()(PyObject* value) {
   if (const auto plain = of_plain(value)) return *plain;
   if (depth_ >= kDeepest) return is_tensor(value) ? of_tensor(value) : of_identity(value);
+  // Containers that know each other have more paths than anybody can walk.
+  const auto known = seen_.find(value);
+  if (known != seen_.end() && known->second.depth <= depth_) return known->second.hash;
+  seen_[value] = {py::reinterpret_borrow<py::object>(value), depth_, spread(seen_.size())};
   ++depth_;
   size_t hash = 0;
   std::vector<PyObject*>* const dicts = dicts_;
@@ -149,10 +161,11 @@ size_t ValueHasher::operator()(PyObject* value) {
     meet_mutable();
     hash = combined(of_identity(value), of_slots(value, fields));
   } else {
-    hash = of_identity(value);
+    hash = of_number_or_identity(value);
   }
   --depth_;
   dicts_ = dicts;
+  seen_[value].hash = hash;
   return hash;
 }
 

@@ -2,17 +2,18 @@
 // Hashes values of Python's: by content where they are plain, by identity otherwise.
 //
 // Note [Values]
-// By content: None, flags, numbers, strings, enumerations, dtypes, devices, and tuples, lists,
-// sets and dictionaries of values; dataclasses and namespaces (a model's configuration), attribute
-// by attribute. By identity: modules, functions and other callables, classes, and every other
-// object. A tensor is one object at one address; one without dimensions that stays on the host
-// beside graphs on a device is its number besides, which a kernel takes by value. Contents end at a
-// depth of eight, and at 4,096 entries of one container.
+// By content: None, flags, numbers of any type, strings, enumerations, dtypes, devices, and tuples,
+// lists, sets and dictionaries of values; dataclasses and namespaces (a model's configuration),
+// attribute by attribute. By identity: modules, functions and other callables, classes, and every
+// other object. A tensor is one object at one address; one without dimensions that stays on the
+// host beside graphs on a device is its number besides, which a kernel takes by value. Contents end
+// at a depth of eight, and at 4,096 entries of one container; what is met again is hashed once.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
+#include <unordered_map>
 #include <vector>
 
 namespace megagraph {
@@ -43,6 +44,12 @@ class ValueHasher {
   // Of what nobody can watch.
   void meet_mutable();
 
+  struct Seen {
+    pybind11::object value;
+    int depth = 0;
+    size_t hash = 0;
+  };
+  std::unordered_map<PyObject*, Seen> seen_;
   const bool reads_scalars_;
   std::vector<PyObject*>* dicts_ = nullptr;
   bool has_met_mutable_ = false;

@@ -122,7 +122,8 @@ class Owner(nn.Module):
         self.norm = nn.LayerNorm(3)
         self.nothing = nn.Identity()
         self.own = nn.Parameter(torch.zeros(3))
-        self.register_buffer("scale", torch.ones(3))
+        self.store = torch.ones(4)
+        self.register_buffer("scale", self.store[:3])
         self.inner.register_buffer("cos_cached", torch.ones(3))
         with_main_grads(self)
 
@@ -159,6 +160,9 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a hook after adding": (lambda it: it.own.register_post_accumulate_grad_hook(lambda _: None), _HOOK),
     "a buffer in other memory": (lambda it: _moved(it.scale), _MOVED),
     "a buffer replaced": (lambda it: setattr(it, "scale", torch.ones(3)), _MOVED),
+    "a buffer of more rows": (lambda it: setattr(it, "scale", it.store[:4]), _MOVED),
+    "a buffer of another dtype": (lambda it: setattr(it, "scale", it.store[:3].view(torch.int32)), _MOVED),
+    "a parameter transposed": (lambda it: setattr(it.inner.weight, "data", it.inner.weight.data.t()), _MOVED),
     "a submodule replaced": (lambda it: setattr(it, "norm", nn.LayerNorm(3)), _MOVED),
     "an empty submodule replaced": (lambda it: setattr(it, "nothing", nn.Identity()), _OTHERS),
     "a submodule more": (lambda it: it.add_module("further", nn.Identity()), _OTHERS),

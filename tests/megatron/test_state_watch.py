@@ -7,10 +7,12 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,55 @@ def test_an_address_that_is_used_again_is_another_object() -> None:
         del layer.forward
         assert watch.now(False) == before
     assert len(seen) == 50 and len(addresses) < 50
+
+
+class Bare:
+    __slots__ = ()  # nor a weak reference
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(Bare, 50), (lambda: Decimal("0.5"), 1), (lambda: np.int64(7), 1)]
+)
+def test_objects_without_weak_references_are_told_apart_and_numbers_by_their_value(
+    make: Callable[[], Any], count: int
+) -> None:
+    """Bug: an address that came again was the object of before."""
+    layer = Layer()
+    watch, seen = watch_of([layer]), set()
+    for _ in range(50):
+        layer.scale = make()
+        seen.add(watch.now(False))
+        layer.scale = None
+    assert len(seen) == count
+
+
+def test_what_only_the_watch_holds_goes() -> None:
+    class Big:
+        __slots__ = ("value",)
+
+    layer, gone = Layer(), []
+    watch = watch_of([layer])
+    for _ in range(3):
+        layer.scale = Big()
+        layer.scale.value = torch.ones(1)
+        gone.append(weakref.ref(layer.scale.value))
+        watch.now(False)
+    assert [it() is None for it in gone] == [True, True, False]
+
+
+def test_containers_that_know_each_other_are_read_in_time() -> None:
+    """Bug: along all paths of eight steps."""
+    layer = Layer()
+    known = [{} for _ in range(24)]
+    for it in known:
+        it.update(enumerate(known))
+    layer.names = known[0]
+    watch = watch_of([layer])
+    before = watch.now(True)
+    known[-1]["more"] = 1
+    assert watch.now(True) != before
+    del known[-1]["more"]
+    assert watch.now(True) == before
 
 
 def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
@@ -315,6 +366,7 @@ class Choice(enum.Enum):
         *((None, 0.5), (None, False), ((1.0, (1.0,)), (1.0, (0.5,))), ((1, 2), (1, (2,)))),
         *((Choice.PLAIN, Choice.NEGATED), (torch.float32, torch.float16), ("a", "b"), (len, abs)),
         (partial(int, base=2), partial(int, base=8)),
+        *((Decimal(-1), Decimal(-2)), (Decimal(1), 1), (np.int64(-1), np.int64(-2))),
     ],
     ids=repr,
 )
