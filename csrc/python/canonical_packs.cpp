@@ -37,13 +37,26 @@ py::object called_with(const py::object& type, const py::dict& fields) {
   return py::reinterpret_steal<py::object>(called);
 }
 
-// What others have set on a pack, beside what its class has.
+// The fields of the dataclass that a host's own class extends; null of a class that extends none.
+py::object extended_fields(const py::object& params) {
+  const auto type = py::type::of(params).cast<py::object>();
+  py::object fields;
+  for (const py::handle base : type.attr("__mro__")) {  // the last one that has some
+    if (py::hasattr(base, "__dataclass_fields__")) {
+      fields = base.is(type) ? py::object() : py::object(base.attr("__dataclass_fields__"));
+    }
+  }
+  return fields;
+}
+
+// What others have set on a pack, beside what its class has, or have given their own class.
 void hand_on_attributes(const py::object& given, const py::object& made) {
   const auto before = attributes_of(given.ptr()).cast<py::dict>();
   const auto own = attributes_of(made.ptr()).cast<py::dict>();
-  if (before.size() <= own.size()) return;
+  const py::object extended = extended_fields(given);
+  if (!extended && before.size() <= own.size()) return;
   for (const auto& [name, value] : before) {
-    if (!own.contains(name)) own[name] = value;
+    if (!own.contains(name) || (extended && !extended.contains(name))) own[name] = value;
   }
 }
 

@@ -72,6 +72,11 @@ def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(
     assert rig.eager_since(rig.report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": rig.LAYERS}
 
 
+@dataclasses.dataclass
+class OfHost(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    temperature: float = 1.0
+
+
 def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: rig.Install) -> None:
     """And changes nothing: `tokens_per_sample` is for a loss of experts; `seq_idx` is below.
 
@@ -80,12 +85,14 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: r
     trainer = trained(install)
     before, expected = rig.report_of(trainer)["replays"], call(trainer).clone()
     params = rig.ONE.params(trainer.device)
+    params = OfHost(**vars(params), temperature=3.0)
     params.seq_lens, params.tokens_per_sample = [9, 20], rig.ONE.physical
     seen = given_to(trainer.chunk.decoder)
     assert torch.equal(call(trainer, packed_seq_params=params), expected)
     assert rig.report_of(trainer)["replays"] == before + 2 * rig.LAYERS
     (given,) = seen
-    assert given["packed_seq_params"] is not params and given["packed_seq_params"].seq_lens == [9, 20]
+    pack = given["packed_seq_params"]
+    assert pack is not params and pack.seq_lens == [9, 20] and pack.temperature == 3.0
 
 
 def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
