@@ -6,6 +6,7 @@
 // No release from 2.11 to 2.15 differs.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -15,6 +16,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace megagraph {
 
@@ -24,6 +26,17 @@ inline bool has_saved_tensor_hooks() {
 }
 
 inline bool has_dispatch_modes() { return c10::impl::dispatch_mode_enabled(); }
+
+// Of those that are told of calls of torch's functions. A default device is one, and changes none.
+// Needs the GIL.
+inline bool has_function_modes() {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  for (int64_t i = 0; i < Modes::stack_len(); ++i) {
+    const PyObject* mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (std::string_view(Py_TYPE(mode)->tp_name) != "DeviceContext") return true;
+  }
+  return false;
+}
 
 // While it lives, ops of this thread reach no dispatch of Python's.
 using NoDispatchModes = torch::DisableTorchDispatch;

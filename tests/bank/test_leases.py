@@ -111,13 +111,10 @@ def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str,
     assert pair.bank.all_free()
 
 
-@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str, main_grad: bool) -> None:
+def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str) -> None:
     """Bug: of parameters the graph's own buffer was handed out. Nor does that of a leaf hold the slot."""
-    pair = Pair(device, blocks(), main_grad=main_grad, num_slots=2).capture()
-    params = [
-        [] if main_grad else [*nn.ModuleList(side).parameters()] for side in (pair.layers, pair.eager_layers)
-    ]
+    pair = Pair(device, blocks(), num_slots=2).capture()
+    params = [[*nn.ModuleList(side).parameters()] for side in (pair.layers, pair.eager_layers)]
     for _ in range(3):
         micro_batch = pair.forward()
         grad = torch.randn_like(micro_batch.eager_output)
@@ -129,6 +126,17 @@ def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str, m
         pair.forward().backward()
         assert_same_bits(got, want, "gradients, after another micro-batch")
         pair.zero_grads()
+
+
+def test_a_backward_of_some_gradients_alone_is_an_error_where_graphs_add_to_main_grad(device: str) -> None:
+    """Bug: it added those of all parameters, where eager adds none."""
+    pair = Pair(device, blocks(), main_grad=True, num_slots=2).capture()
+    micro_batch = pair.forward()
+    with pytest.raises(RuntimeError, match=r"asked for some gradients alone .* adds to main_grad"):
+        torch.autograd.grad(micro_batch.output.sum(), [micro_batch.input])
+    del micro_batch
+    assert pair.bank.all_free() and not any(param.main_grad.any() for param in pair.params())
+    assert pair.step() is None
 
 
 def test_a_second_backward_and_a_gradient_of_a_gradient_are_errors(pair: Pair) -> None:

@@ -14,6 +14,7 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +37,14 @@ class Strict(TorchDispatchMode):
         if "fill_" in str(func):
             raise RuntimeError("no op in place here")
         return func(*args, **(kwargs or {}))
+
+
+class Doubles(TorchFunctionMode):
+    """Changes what a function of torch's does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is nn.functional.linear else out
 
 
 # After the first site a negative view is a tensor like any other, and a subclass is still one.
@@ -310,6 +319,7 @@ def stray_gradient(param: Any) -> AbstractContextManager[None]:
     ("around", "why"),
     [
         (lambda _param: Strict(), "SIGNATURE_CHANGED: a dispatch mode"),
+        (lambda _param: Doubles(), "SIGNATURE_CHANGED: a function mode"),
         (lambda _param: hooks(), "RECOMPUTING: saved-tensor hooks"),
         (
             lambda _param: SETTINGS["float32 matmul precision"]("cpu"),
@@ -327,6 +337,33 @@ def test_what_is_around_a_micro_batch(around: Around, why: str, are_alike: bool)
     assert ranks.asked == [(0, -1, why)] and pair.bank.slot_index == -1
     assert pair.eager_calls() == ({reason.name: 3} if are_alike else {})
     assert pair.forward().reason is None
+
+
+def test_a_default_device_is_no_mode_that_changes_anything(device: str) -> None:
+    pair = Pair(device, blocks()).capture()
+    with torch.device(device):
+        assert pair.forward().reason is None
+
+
+class Casts(nn.Module):
+    """Autocast casts the weights of its linear layer, which are float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.linear(hidden).float()
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_casts_that_autocast_keeps_are_none_of_a_capture(device: str, main_grad: bool) -> None:
+    """Bug: it read those of its warm-up, and nobody added the gradients of such weights."""
+    pair = Pair(device, [Casts()], main_grad=main_grad)
+    with torch.autocast(device, torch.bfloat16):
+        pair.capture()
+        assert torch.is_autocast_cache_enabled()
+        assert [pair.step() for _ in range(2)] == [None] * 2
 
 
 @pytest.mark.parametrize("are_alike", [False, True])

@@ -68,6 +68,7 @@ class AccumulatorSwap {
   std::shared_ptr<std::vector<at::Tensor>> reached_;
   std::vector<Swapped> swapped_;
   bool installed_ = false;
+  bool kept_casts_ = false;  // before that
 };
 
 }  // namespace megagraph

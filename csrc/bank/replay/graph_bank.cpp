@@ -55,7 +55,7 @@ std::optional<EagerReason> reason_of_surroundings(bool training) {
   // replays nothing would save some.
   if (training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
   // Tensors that are made in inference mode can be written nowhere else.
-  if (has_dispatch_modes() || c10::InferenceMode::is_enabled()) {
+  if (has_dispatch_modes() || has_function_modes() || c10::InferenceMode::is_enabled()) {
     return EagerReason::kSignatureChanged;
   }
   return std::nullopt;
@@ -267,6 +267,8 @@ void GraphBank::run_eager_alike(int variant, int site, EagerReason reason) const
     why += ": " + NumericSettings::current(device_.type()).difference(variants_[variant].numerics);
   } else if (reason == EagerReason::kSignatureChanged && has_dispatch_modes()) {
     why += ": a dispatch mode";
+  } else if (reason == EagerReason::kSignatureChanged && has_function_modes()) {
+    why += ": a function mode";
   } else if (reason == EagerReason::kSignatureChanged && c10::InferenceMode::is_enabled()) {
     why += ": inference mode";
   } else if (reason == EagerReason::kRecomputing) {

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/bank/replay/replay_node.h"
 
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,6 +13,7 @@
 #include "csrc/bank/replay/range.h"
 #include "csrc/torch/accumulators.h"
 #include "csrc/torch/numerics.h"
+#include "csrc/torch/storages.h"
 #include "csrc/torch/thread_state.h"
 
 namespace megagraph {
@@ -105,6 +109,13 @@ void ReplayNode::check_unchanged() const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "site ", last_,
               " was asked for a gradient of its gradient "
               "(create_graph=True), which no graph has: keep this call out of graphs");
+  for (int site = first_; is_partial_backward() && site <= last_; ++site) {
+    const SiteGraph& graph = graph_of(site);
+    TORCH_CHECK(
+        graph.accumulated.empty() && graph.finish == nullptr, "site ", site,
+        " was asked for some gradients alone (autograd.grad() or backward(inputs=...)), but "
+        "its graph adds to main_grad, too: ask for all, or keep this call out of graphs");
+  }
   TORCH_CHECK(!graph_of(first_).released,
               "the bank was released between the forward and the backward of "
               "site ",
@@ -151,8 +162,9 @@ at::Tensor ReplayNode::input_grad(size_t edge, SegmentList& copies) const {
   at::Tensor leased = lease_tensor(grad, slot_, first_, LeaseKind::kGradient, input_rows_[input]);
   if (!is_leaf_edge(next_edge(edge)) && graph_of(first_).lends_gradient()) return leased;
   const NoDispatchModes plain;
-  const Unfilled unfilled;
-  at::Tensor copy = at::empty_like(leased);
+  const c10::DeviceGuard guard(device_);
+  c10::DataPtr memory = c10::GetAllocator(device_.type())->allocate(leased.nbytes());
+  at::Tensor copy = alias_like(leased, std::move(memory), {});  // which nobody fills before
   Segment segment{};
   segment.kind = SegmentKind::kCopy;
   segment.src = leased.const_data_ptr();

@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 
 #ifdef MEGAGRAPH_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -55,6 +56,7 @@ std::vector<bool> settable_grids(const at::Tensor& table) {
   const auto count = table.numel() / static_cast<int64_t>(sizeof(DocumentGrid));
   at::Tensor settable = at::zeros({count}, table.options().dtype(at::kBool));
 #ifdef MEGAGRAPH_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(table.device());
   launch_grid_trial(table.const_data_ptr(), count, settable.mutable_data_ptr<bool>(),
                     c10::cuda::getCurrentCUDAStream(table.device().index()).stream());
 #endif
