@@ -8,7 +8,6 @@ turns, and the medians over all turns are compared.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ def _compare(shape: Shape) -> list[Figure]:
     for direction, call in mine.items():
         us, its = gpu_us(call, theirs[direction])
         figure = timed(f"{shape}, {direction}: GPU time", us, "us")
-        figures.append(against(figure, ATEN, median(its), share=BAR))
+        figures.append(against(figure, ATEN, its, share=BAR))
     return figures
 
 
@@ -145,8 +144,8 @@ def _compare_padded(shape: Shape) -> list[Figure]:
             figure = timed(f"{shape}, {direction}: {title}", us, "us")
             beside_aten = replace(figure, name=f"{figure.name}, beside ATen alone")
             figures += [
-                against(figure, rival, median(tight_us), share=PADDING_BAR),
-                against(beside_aten, ATEN, median(gpu_us(fixed[direction])[0])),
+                against(figure, rival, tight_us, share=PADDING_BAR),
+                against(beside_aten, ATEN, gpu_us(fixed[direction])[0]),
             ]
     return figures
 
@@ -184,7 +183,7 @@ def _beside_transformer_engine() -> list[Figure]:
     figures = []
     for name, us in {"forward": forward, "forward and backward": both}.items():
         figure = timed(f"{RIVAL_SHAPE}, {name}: GPU time", us, "us")
-        figures += beside_each(figure, {TRANSFORMER_ENGINE: theirs}, lambda of, name=name: of[name])  # type: ignore[misc]
+        figures += beside_each(figure, {TRANSFORMER_ENGINE: theirs}, name)
     return figures
 
 

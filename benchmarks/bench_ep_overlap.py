@@ -54,8 +54,8 @@ def times_of(
         step = timed(f"{title}, {way}: a step, median", answer["walls"][place], "ms")
         on_host = timed(f"{title}, {way}: host time of a micro-batch", answer["host_us"][place], "us")
         if way == ours:
-            step = against(step, best, median(answers[best]["walls"][place]), share=1)
-            on_host = against(on_host, eager, median(answers[eager]["host_us"][place]), share=HOST_BAR)
+            step = against(step, best, answers[best]["walls"][place], share=1)
+            on_host = against(on_host, eager, answers[eager]["host_us"][place], share=HOST_BAR)
         figures += [step, on_host]
     return figures
 
@@ -65,7 +65,7 @@ def peaks_of(title: str, answers: dict[str, Answer], ours: str, rival: str) -> l
     figures: list[Figure] = []
     for what in MEMORY:
         peaks = {way: in_mib(f"{title}: {what}: {way}", of["memory"][what]) for way, of in answers.items()}
-        peaks[ours] = against(peaks[ours], rival, peaks[rival].value, share=PEAK_BAR)
+        peaks[ours] = against(peaks[ours], rival, answers[rival]["memory"][what], share=PEAK_BAR)
         figures += peaks.values()
     return figures
 

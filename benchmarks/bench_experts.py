@@ -7,7 +7,6 @@ the same router, which balances nothing. Gradients go to autograd's caller, not 
 """
 
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -81,9 +80,8 @@ PARTS = parts_of(measure_kind, CASES, (OURS, ENGINES, SEQUENTIAL))
 def _figures_of(name: str) -> list[Figure]:
     ours = measure_part(__name__, f"{name}: {OURS}")
     rivals = {kind: try_part(__name__, f"{name}: {kind}") for kind in (ENGINES, SEQUENTIAL)}
-    bar = None if "error" in rivals[ENGINES] else BAR * median(rivals[ENGINES]["walls"])
-    figure = timed(f"{name}: forward and backward, in a graph, median", ours["walls"], "ms", bar=bar)
-    return beside_each(figure, rivals, lambda answer: float(median(answer["walls"])))
+    figure = timed(f"{name}: forward and backward, in a graph, median", ours["walls"], "ms")
+    return beside_each(figure, rivals, "walls", share=BAR)
 
 
 FIGURES = {name: partial(_figures_of, name) for name in CASES}

@@ -9,7 +9,6 @@ difference.
 from functools import partial
 
 from benchmarks.measuring.children import Answer, Parts, measure_part
-from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, against, in_mib
 from benchmarks.subjects.steps import NUM_SEQS, StepCase, measure_steps, step_case
 from megagraph._C import Capacity
@@ -53,7 +52,7 @@ def _measured(name: str) -> list[Figure]:
     peaks = {what: answer["reserved"] for what, answer in answers.items()}
 
     def beside(what: str, num_bytes: int, rival: str, its: int, share: float) -> Figure:
-        return against(in_mib(f"{name}: {what}", num_bytes), rival, its / MIB, share=share)
+        return against(in_mib(f"{name}: {what}", num_bytes), rival, its, share=share)
 
     same, peak = "eager, the same physical tokens", "peak memory reserved"
     figures = [beside(peak, peaks["graphed"], same, peaks["eager"], 1.05)]

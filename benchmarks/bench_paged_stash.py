@@ -11,7 +11,6 @@ capacity of half a pack; then what upstream's stash asks for and finds.
 import importlib
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megagraph
 from benchmarks.measuring.children import Answer, caught, measure_part, parts_of
-from benchmarks.measuring.clocks import MIB, Call, copy_of, in_turns
+from benchmarks.measuring.clocks import Call, copy_of, in_turns
 from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.hosts import check_replays, install_for, made_quickly, recorded
 from benchmarks.subjects.packs import MICRO_BATCHES, a_pack, model_options, swiglu_experts
@@ -132,8 +131,8 @@ def _figures_of(title: str) -> list[Figure]:
         for way, (size, times) in {**least, **held}.items():
             pools = in_mib(f"{where}: {way}, pools", size)
             step = timed(f"{where}: {way}, a step, median", times, "ms")
-            figures.append(against(pools, KEPT, pool / MIB, share=BYTES_BAR if is_half else None))
-            figures.append(against(step, KEPT, median(walls[ALONE]), share=TIME_BAR if is_half else None))
+            figures.append(against(pools, KEPT, pool, share=BYTES_BAR if is_half else None))
+            figures.append(against(step, KEPT, walls[ALONE], share=TIME_BAR if is_half else None))
     return figures
 
 

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
-from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import FOLDER, Figure, against, in_mib, timed
 from benchmarks.subjects import pipelines
 from benchmarks.subjects.hosts import DETERMINISTIC, on_ranks
@@ -51,7 +50,7 @@ def _memory_figures(name: str) -> list[Figure]:
     title = f"one stage alone, {name}, hidden 1024, full packs of 4096"
     peak = in_mib(f"{title}: peak memory reserved", graphed["reserved"])
     return [
-        against(peak, "eager, the same order", eager["reserved"] / MIB, share=PEAK),
+        against(peak, "eager, the same order", eager["reserved"], share=PEAK),
         Figure(name=f"{title}: slots of all chunks", value=graphed["slots"], unit="slots"),
     ]
 

@@ -8,10 +8,8 @@ part runs in a process of its own.
 
 from collections.abc import Mapping
 from functools import partial
-from statistics import median
 
 from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
-from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.packs import LAYER_KINDS
 from benchmarks.subjects.steps import expert_layers, measure_steps, step_case
@@ -66,8 +64,8 @@ def _layer_figures(kind: str) -> list[Figure]:
         step = timed(f"{kind}: {scopes}: a step of four micro-batches", answer["graphed"], "ms")
         peak = in_mib(f"{kind}: {scopes}: peak memory reserved", answer["reserved"])
         if scopes != EAGER:
-            step = against(step, EAGER, median(answer["eager"]), share=1)
-            peak = against(peak, EAGER, eager["reserved"] / MIB, share=PEAK_BAR)
+            step = against(step, EAGER, answer["eager"], share=1)
+            peak = against(peak, EAGER, eager["reserved"], share=PEAK_BAR)
         figures += [step, peak]
     return figures
 

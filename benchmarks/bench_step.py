@@ -51,7 +51,7 @@ def _figures_of(case: StepCase) -> list[Figure]:
     others = {SAME_PACKS: {"walls": ours["eager"]}, UNPATCHED: unpatched}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
     middle = timed(f"{case.name}: step, median", graphed, "ms", floor=median(floors) if floors else None)
-    figures = beside_each(middle, others, lambda answer: median(answer["walls"]))
+    figures = beside_each(middle, others, "walls")
     if floors:
         over = ratios(graphed, floors)
         figures.append(timed(f"{case.name}: forward_backward_func wall / floor", over, "ratio", bar=1.03))

@@ -7,13 +7,11 @@ counts allocations and synchronisations.
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 
 import torch
 
 import megagraph
 from benchmarks.measuring.children import Answer, measure_part, parts_of
-from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.hosts import DETERMINISTIC, install_for
 from benchmarks.subjects.packs import CASES, Case
@@ -60,9 +58,9 @@ def _figures_of(name: str) -> list[Figure]:
     report = graphed["report"]
     capture = 1e3 * report["capture_seconds"] / report["graphs"]
     return [
-        against(step, "eager", median(eager["walls_ms"]), share=1),
-        against(peak, "eager", eager["fitting"] / MIB, share=1.05),
-        against(of_all, "eager", eager["all"] / MIB),
+        against(step, "eager", eager["walls_ms"], share=1),
+        against(peak, "eager", eager["fitting"], share=1.05),
+        against(of_all, "eager", eager["all"]),
         Figure(name=f"{name}: capture", value=capture, unit="ms a graph", bar=40),
     ]
 

@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = Path(os.environ.get("OUT", RESULTS))  # to which results are written
 Times = Sequence[float]
-Read = Callable[[Answer], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +86,12 @@ def in_mib(name: str, num_bytes: float) -> Figure:
     return Figure(name=name, value=num_bytes / MIB, unit="MiB")
 
 
-def against(figure: Figure, rival: str, its: float, *, share: float | None = None) -> Figure:
-    """A figure beside a rival's value; with a `share`, its bar is that of the value."""
+def against(figure: Figure, rival: str, its: float | Times, *, share: float | None = None) -> Figure:
+    """A figure beside a rival's value, or the median of its times; with a `share`, its bar is that of it.
+
+    As a figure in MiB takes bytes, so does its rival.
+    """
+    its = (median(its) if isinstance(its, Sequence) else its) / (MIB if figure.unit == "MiB" else 1)
     return replace(figure, rival=rival, rival_value=its, bar=figure.bar if share is None else share * its)
 
 
@@ -102,8 +105,10 @@ def differences(more: Times, less: Times) -> list[float]:
     return [sub(*pair) for pair in zip(more, less, strict=True)]
 
 
-def beside_each(figure: Figure, rivals: Mapping[str, Answer], read: Read) -> list[Figure]:
-    """One figure beside what `read` takes from each rival's answer, or beside why that has none.
+def beside_each(
+    figure: Figure, rivals: Mapping[str, Answer], key: str, *, share: float | None = None
+) -> list[Figure]:
+    """One figure against what each rival answers of a key, or beside why that has none.
 
     The bar, which is one, stands on the first.
     """
@@ -112,8 +117,8 @@ def beside_each(figure: Figure, rivals: Mapping[str, Answer], read: Read) -> lis
         if "error" in answer:
             rows.append(replace(figure, rival=f"{rival}: {answer['error']}"))
         else:
-            rows.append(against(figure, rival, read(answer)))
-        figure = replace(figure, bar=None, holds=None)
+            rows.append(against(figure, rival, answer[key], share=share))
+        figure, share = replace(figure, bar=None, holds=None), None
     return rows
 
 
