@@ -10,16 +10,13 @@ from functools import partial
 
 from benchmarks.measuring.children import Parts, measure_part
 from benchmarks.measuring.results import Figure, timed, timed_ratio
-from benchmarks.subjects.steps import measure_steps, step_case
+from benchmarks.subjects.steps import WAYS, measure_steps, step_case
 
 HIDDEN, TOKENS = (512, 1024, 2048, 4096), (1024, 4096, 16384)
 ROUNDS = 4
-WAYS = "graphed", "eager"
 GAIN = "eager / graphed"
 CASES = [step_case(hidden, layers=4, tokens=tokens) for hidden, tokens in itertools.product(HIDDEN, TOKENS)]
-PARTS: Parts = {
-    case.name: partial(measure_steps, case, *WAYS, rounds=ROUNDS, trainer={"beside": True}) for case in CASES
-}
+PARTS: Parts = {case.name: partial(measure_steps, case, rounds=ROUNDS, beside=True) for case in CASES}
 
 
 def _figures_of(name: str) -> list[Figure]:

@@ -7,48 +7,46 @@ difference.
 """
 
 from functools import partial
+from typing import Any
 
-from benchmarks.measuring.children import Answer, Parts, measure_part
+from benchmarks.measuring.children import Parts, measure_part
 from benchmarks.measuring.results import Figure, against, in_mib
-from benchmarks.subjects.steps import NUM_SEQS, StepCase, measure_steps, step_case
+from benchmarks.subjects.steps import NUM_SEQS, measure_steps, step_case
 from megagraph._C import Capacity
 
 FOUR = "four capacities"
 HALVES = ("attn", "mlp")  # of each layer, the other half eager
-# By name; what is measured beside eager and graphed steps.
-CASES = {
-    f"hidden {hidden}, 24 layers, packs of 8192": (step_case(hidden, layers=24, tokens=8192), beside)
-    for hidden, beside in {1024: (FOUR, *HALVES), 4096: ()}.items()
+TOKENS = 8192
+# One of fewer documents and two of fewer tokens.
+ROWS = ((TOKENS, NUM_SEQS), (TOKENS, 8), (TOKENS // 2, NUM_SEQS // 2), (TOKENS // 4, NUM_SEQS // 4))
+# Options of the plugin.
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "graphed": {},
+    FOUR: {"capacities": tuple(Capacity(tokens=it, num_seqs=most, max_seqlen=it) for it, most in ROWS)},
+    **{part: {"cuda_graph_modules": (part,)} for part in HALVES},
 }
-
-
-def measure_memory(case: StepCase, what: str) -> Answer:
-    """Memory of a few steps: `eager`, `graphed`, with `FOUR` further capacities, or of one of `HALVES`."""
-    tokens = case.tokens
-    # One of fewer documents and two of fewer tokens.
-    further = ((tokens, 8), (tokens // 2, NUM_SEQS // 2), (tokens // 4, NUM_SEQS // 4))
-    smaller = [Capacity(tokens=rows, num_seqs=count, max_seqlen=rows) for rows, count in further]
-    return measure_steps(
-        case,
-        "eager" if what == "eager" else "graphed",
-        is_full=False,
-        trainer={},
-        capacities=(case.capacity, *(smaller if what == FOUR else ())),
-        cuda_graph_modules=(what,) if what in HALVES else (),
-    )
-
-
+# Hidden size and ways, by name.
+CASES = {
+    f"hidden {hidden}, 24 layers, packs of {TOKENS}": (hidden, ways)
+    for hidden, ways in {1024: [*WAYS], 4096: ["eager", "graphed"]}.items()
+}
 PARTS: Parts = {
-    f"{name}: {what}": partial(measure_memory, case, what)
-    for name, (case, beside) in CASES.items()
-    for what in ("eager", "graphed", *beside)
+    f"{name}: {way}": partial(
+        measure_steps,
+        step_case(hidden, layers=24, tokens=TOKENS),
+        ("eager" if way == "eager" else "graphed",),
+        is_full=False,
+        **WAYS[way],
+    )
+    for name, (hidden, ways) in CASES.items()
+    for way in ways
 }
 
 
 def _measured(name: str) -> list[Figure]:
     """The figures of one model."""
-    parts = ("eager", "graphed", *CASES[name][1])
-    answers = {what: measure_part(__name__, f"{name}: {what}") for what in parts}
+    answers = {what: measure_part(__name__, f"{name}: {what}") for what in CASES[name][1]}
     peaks = {what: answer["reserved"] for what, answer in answers.items()}
 
     def beside(what: str, num_bytes: int, rival: str, its: int, share: float) -> Figure:

@@ -6,20 +6,20 @@ stand beside a graph for each layer and beside eager, graphs disabled, in a step
 part runs in a process of its own.
 """
 
-from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
+from benchmarks.measuring.children import Parts, measure_part
 from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.packs import LAYER_KINDS
-from benchmarks.subjects.steps import expert_layers, measure_steps, step_case
+from benchmarks.subjects.steps import measure_steps, step_case
 
 EAGER = "mode eager"
-SCOPES: Mapping[str, tuple[str, ...]] = {
-    EAGER: (),
-    "attn": ("attn",),
-    "attn, moe_router": ("attn", "moe_router"),
-    "attn, moe_router, moe_preprocess": ("attn", "moe_router", "moe_preprocess"),
+MODULES = ("attn", "moe_router", "moe_preprocess")
+# Options of the plugin.
+SCOPES: dict[str, dict[str, Any]] = {
+    EAGER: {"mode": "eager"},
+    **{", ".join(MODULES[:count]): {"cuda_graph_modules": MODULES[:count]} for count in (1, 2, 3)},
 }
 PEAK_BAR, ROUNDS, HOST_LIMITED_ROUNDS = 1.05, 3, 10
 CASE = step_case(1024, layers=8, tokens=4096)
@@ -28,32 +28,17 @@ HOST_LIMITED = step_case(512, layers=24, tokens=2048)
 HOST_LIMITED_NAME = "limited by the host, hidden 512, 24 layers, packs of 2048"
 
 
-def _scopes(is_engine: bool, scopes: str) -> Answer:
-    # In turns with eager: hosts are faster in one minute than in another.
-    return measure_steps(
-        CASE,
-        *(("graphed",) if scopes == EAGER else ("graphed", "eager")),
-        rounds=ROUNDS,
-        trainer=expert_layers(is_engine),
-        cuda_graph_modules=SCOPES[scopes],
-        mode="eager" if scopes == EAGER else "graph",
-    )
-
-
-def _granularity(granularity: str) -> Answer:
-    return measure_steps(
-        HOST_LIMITED,
-        "graphed",
-        "eager",
-        rounds=HOST_LIMITED_ROUNDS,
-        trainer={"beside": True},
-        cuda_graph_granularity=granularity,
-    )
-
-
+joined = partial(measure_steps, HOST_LIMITED, rounds=HOST_LIMITED_ROUNDS, beside=True)
+# In turns with eager: hosts are faster in one minute than in another.
 PARTS: Parts = {
-    **parts_of(_scopes, LAYER_KINDS, SCOPES),
-    **{f"{HOST_LIMITED_NAME}, {each}": partial(_granularity, each) for each in GRANULARITIES},
+    **{
+        f"{kind}: {scopes}": partial(
+            measure_steps, CASE, rounds=ROUNDS, experts_of_engine=is_engine, **SCOPES[scopes]
+        )
+        for kind, is_engine in LAYER_KINDS.items()
+        for scopes in SCOPES
+    },
+    **{f"{HOST_LIMITED_NAME}, {it}": partial(joined, cuda_graph_granularity=it) for it in GRANULARITIES},
 }
 
 

@@ -35,6 +35,7 @@ WARM_UP_STEPS, FURTHER_STEPS = 3, 3  # the first of the further ones captures
 ROUNDS, LARGE_ROUNDS = 5, 2  # of a small model, of a large one
 UNPATCHED_ROUNDS = 2  # before ours, and as many after it; of a large model half
 RIVAL_WARM_UP_STEPS, RIVAL_ROUNDS = 6, 4
+WAYS = ("graphed", "eager")
 EXPERTS = 8
 
 Batch = dict[str, Any]
@@ -221,16 +222,24 @@ def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
 
 
 def measure_steps(
-    case: StepCase, *ways: str, rounds: int = 0, is_full: bool = True, trainer: dict[str, Any], **plugin: Any
+    case: StepCase,
+    ways: Sequence[str] = WAYS,
+    *,
+    rounds: int = 0,
+    is_full: bool = True,
+    beside: bool = False,
+    experts_of_engine: bool | None = None,
+    **plugin: Any,
 ) -> Answer:
     """Memory of a model that warms up and captures, then rounds of its steps, `graphed` or `eager` in turns.
 
-    Unless they are full, packs are those of the case as they come.
+    Unless they are full, packs are those of the case as they come. Layers are of no experts by default.
 
     Answers walls in ms by way, the `report`, and the most that torch `reserved` before them.
     """
     install(**{"capacities": (case.capacity,), "cuda_graph_warmup_steps": WARM_UP_STEPS, **plugin})
-    made, graphs = made_quickly(StepTrainer, case.model, **trainer), ways[0] == "graphed"
+    layers = {} if experts_of_engine is None else expert_layers(experts_of_engine)
+    made, graphs = made_quickly(StepTrainer, case.model, beside=beside, **layers), ways[0] == "graphed"
     packs = case.packs() if is_full else case.steps(WARM_UP_STEPS + FURTHER_STEPS)
     steps = [[batch_of(pack, made.device) for pack in step] for step in packs]
     made.walls_ms(steps, WARM_UP_STEPS + FURTHER_STEPS, graphs=graphs)
