@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.measuring.children import Answer, Parts, measure_part, parts_of
+from benchmarks.measuring.children import Parts, measure_part, parts_of
 from benchmarks.measuring.results import FOLDER, Figure, against, in_mib, timed
 from benchmarks.subjects import pipelines
-from benchmarks.subjects.hosts import DETERMINISTIC, on_ranks
+from benchmarks.subjects.hosts import DETERMINISTIC
 from benchmarks.subjects.packs import model_options
 from benchmarks.subjects.pipelines import Cut
 
@@ -31,17 +31,12 @@ TRAININGS = {
     for layers in pipelines.LAYERS
 }
 RANKS = 2
-
-
-def _train(cut: Cut, layers: str) -> Answer:
-    ranks = on_ranks(RANKS, pipelines.train, MODEL, cut, layers, FOLDER / "pipeline_report.json")
-    slowest = {how: [*map(max, *(rank[how] for rank in ranks))] for how in HOW}
-    return {**slowest, "differing": sum(rank["differing"] for rank in ranks)}
-
-
 PARTS: Parts = {
     **parts_of(partial(pipelines.measure_memory, MEMORY_MODEL), MEMORY, HOW),
-    **{name: partial(_train, *training) for name, training in TRAININGS.items()},
+    **{
+        name: partial(pipelines.train, MODEL, *training, FOLDER / "pipeline_report.json")
+        for name, training in TRAININGS.items()
+    },
 }
 
 
@@ -56,7 +51,7 @@ def _memory_figures(name: str) -> list[Figure]:
 
 
 def _training_figures(name: str) -> list[Figure]:
-    found = measure_part(__name__, name, environment=DETERMINISTIC)
+    found = measure_part(__name__, name, environment=DETERMINISTIC, ranks=RANKS)
     whose = "on GPUs of their own" if torch.cuda.device_count() >= RANKS else "that share a GPU"
     title = f"{RANKS} ranks {whose}, {name}, hidden 1024, 8 layers, packs of up to 2048"
     differ = f"{title}, {pipelines.STEPS} steps: values that differ from eager"

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -51,13 +52,17 @@ def caught(measure: Callable[[], Answer]) -> Answer:
         gc.collect()
 
 
-def try_part(module: str, part: str, timeout: float = 400, environment: Mapping[str, str] = {}) -> Answer:
+def try_part(
+    module: str, part: str, timeout: float = 400, environment: Mapping[str, str] = {}, ranks: int = 1
+) -> Answer:
     """Calls `MODULE.PARTS[PART]` elsewhere; out of time, it is killed with all that it started.
 
     `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers the
-    last object that the process printed; with `error` where it failed or printed none.
+    last object that the process, or one of several `ranks`, printed; with `error` where it failed or printed
+    none.
     """
-    command = ["-m", "benchmarks.measuring.children", module, part]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [*launch, "-m", "benchmarks.measuring.children", module, part]
     variables = {**os.environ, **environment}
     print("$ python", shlex.join(command), flush=True)
     a_file = partial(tempfile.TemporaryFile, "w+", errors="replace")
@@ -98,20 +103,32 @@ def measure_part(module: str, part: str, **how: Any) -> Answer:
 
 
 def _answer(module: str, part: str) -> None:
-    """Measures a part among Megatron's groups, prints what it answers, and ends this process."""
+    """Measures a part among Megatron's groups, prints what it answers, and ends this process.
+
+    Ranks share the GPUs that there are; where they are too few, NCCL takes each rank for a host, and what
+    they send goes over sockets.
+    """
     from benchmarks.subjects.hosts import seed_streams
     from megagraph.cli.demo import quiet_megatron
     from megagraph.demo.trainer import process_groups
 
     measure = importlib.import_module(module).PARTS[part]
+    rank, num_gpus = os.environ.get("RANK"), torch.cuda.device_count()
+    if rank is not None:
+        # PR_SET_PDEATHSIG: what launches ranks gives each a session of its own, and may be killed.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if rank is not None and 0 < num_gpus < int(os.environ["WORLD_SIZE"]):
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
+        os.environ["LOCAL_RANK"] = str(int(rank) % num_gpus)
     quiet_megatron()
     with process_groups():
         if torch.cuda.is_available():  # else a test
             seed_streams()
         status = 1
         try:
-            print(json.dumps(caught(measure)), flush=True)
-            status = 0
+            answer = caught(measure)
+            print(json.dumps(answer), flush=True)
+            status = int(rank is not None and "error" in answer)  # other ranks would wait for this one
         except BaseException as end:
             print(described(end), file=sys.stderr, flush=True)
         finally:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reaches into what the plugin captured: the one place of the benchmarks that knows its insides.
 
-`BareLoop` launches executable graphs from a loop in C: what no plugin can be faster than.
+A bare loop launches executable graphs from C: what no plugin can be faster than.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.clocks import Call
 from benchmarks.subjects.packs import a_pack, hidden_states
 from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
@@ -26,8 +27,8 @@ from megagraph.packs.ops import RotaryTables
 
 _SOURCE = """
 typedef int (*Launch)(void *, void *);
-int launch_all(Launch launch, void **execs, long count, void *stream) {
-  for (long i = 0; i < count; ++i) {
+int launch_all(Launch launch, void **execs, int count, void *stream) {
+  for (int i = 0; i < count; ++i) {
     int code = launch(execs[i], stream);
     if (code != 0) return code;
   }
@@ -42,32 +43,25 @@ def _compiled() -> ctypes.CDLL:
         source, library = Path(folder, "loop.c"), Path(folder, "loop.so")
         source.write_text(_SOURCE, encoding="ascii")
         command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"cannot compile the loop that launches graphs: {done.stderr}")
-        loaded = ctypes.CDLL(str(library))
-    pointer = ctypes.c_void_p
-    loaded.launch_all.argtypes = (pointer, ctypes.POINTER(pointer), ctypes.c_long, pointer)
-    loaded.launch_all.restype = ctypes.c_int
-    return loaded
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(str(library))
 
 
-class BareLoop:
+def bare_loop(execs: Sequence[int]) -> Call:
     """Launches the same graphs, `cudaGraphExec_t` handles whose owner keeps them, on the current stream."""
+    if not all(execs):
+        raise ValueError("expected the handles of CUDA graphs, got null: these are the host backend's")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    handles = (ctypes.c_void_p * len(execs))(*execs)
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # torch's
+    launch, loop = ctypes.cast(runtime.cudaGraphLaunch, ctypes.c_void_p), _compiled().launch_all
 
-    def __init__(self, execs: Sequence[int]) -> None:
-        if not all(execs):
-            raise ValueError("expected the handles of CUDA graphs, got null: these are the host backend's")
-        self._stream = torch.cuda.current_stream().cuda_stream
-        self._execs = (ctypes.c_void_p * len(execs))(*execs)
-        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # torch's
-        self._launch = ctypes.cast(runtime.cudaGraphLaunch, ctypes.c_void_p)
-        self._loop = _compiled().launch_all
-
-    def __call__(self) -> None:
-        code = self._loop(self._launch, self._execs, len(self._execs), self._stream)
+    def launched() -> None:
+        code = loop(launch, handles, len(handles), stream)
         if code != 0:
             raise RuntimeError(f"cudaGraphLaunch failed with CUDA error {code}")
+
+    return launched
 
 
 def graphs_of(trainer: Trainer) -> Any:
@@ -77,20 +71,20 @@ def graphs_of(trainer: Trainer) -> Any:
     return plugin.graphs_of_model(trainer.chunk)
 
 
-def bare_loops(bank: Bank, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoop]:
+def bare_loops(bank: Bank, key: Any, slot: int = 0) -> tuple[Call, Call]:
     """Launch the forwards, and the backwards, that were captured for a variant into a slot."""
     forward, backward = bank.raw_graph_execs(bank.variants[key], slot)
-    return BareLoop(forward), BareLoop(backward)
+    return bare_loop(forward), bare_loop(backward)
 
 
-def bare_step(trainer: Trainer, micro_batches: int) -> BareLoop:
+def bare_step(trainer: Trainer, micro_batches: int) -> Call:
     """Launches forwards and backwards of one after another. Raises `RuntimeError` where none was captured."""
     bank = graphs_of(trainer).captures.bank
     (variant,) = bank.variants.values()  # one capacity, training only
     forward, backward = bank.raw_graph_execs(variant, 0)
     if not forward or not backward:
         raise RuntimeError("no graphs were captured")
-    return BareLoop([*forward, *reversed(backward)] * micro_batches)
+    return bare_loop([*forward, *reversed(backward)] * micro_batches)
 
 
 class Replays:

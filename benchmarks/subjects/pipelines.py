@@ -27,7 +27,6 @@ from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
 from benchmarks.subjects.packs import a_pack, filled, lognormal_lengths, random_documents
 from benchmarks.subjects.steps import Batch, arguments_of, batch_of
 from megagraph._C import StageSchedule
-from megagraph.cli.demo import quiet_megatron
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, gpt_model, in_half_precision, mean_loss, transformer_config
 from megagraph.megatron.parallel.model_parallel import schedule_of
@@ -216,10 +215,10 @@ class PipelineTrainer:
 def train(model: ModelOptions, cut: Cut, layers: str, report: Path) -> Answer:
     """Trains eager and graphed on the same packs, another number in each step; this rank's part.
 
-    Leaves the plugin's `report`. Answers `graphed` and `eager`, walls in ms of the settled
-    steps; how many values of losses and gradients were `differing` in all steps, of which NaN is never equal.
+    Leaves the plugin's `report`. Answers `graphed` and `eager`, walls in ms of the settled steps on the
+    slowest rank; how many values of losses and gradients were `differing` in all steps on any, of which NaN
+    is never equal.
     """
-    quiet_megatron()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cut.start()
@@ -247,14 +246,18 @@ def train(model: ModelOptions, cut: Cut, layers: str, report: Path) -> Answer:
         differing += sum(int((one != other).sum()) for one, other in pairs)
         for trainer in trainers.values():
             trainer.update()
-    settled = {how: times[SETTLED:] for how, times in walls.items()}
+    device = trainers["eager"].device
+    settled = torch.tensor([times[SETTLED:] for times in walls.values()], dtype=torch.float64, device=device)
     for _ in range(ALONE):
         step("graphed", batches)
     for of_chunk in megagraph.reports()[cut.chunks :]:
         check_replays(of_chunk)
     megagraph.uninstall()
+    total = torch.tensor(differing, device=device)
+    distributed.all_reduce(settled, op=distributed.ReduceOp.MAX)
+    distributed.all_reduce(total)
     distributed.barrier()  # a stage that is done must not close what another still sends over
-    return {**settled, "differing": differing}
+    return {**dict(zip(walls, settled.tolist(), strict=True)), "differing": int(total)}
 
 
 # -- a stage alone ----------------------------------------------------------------------------------
