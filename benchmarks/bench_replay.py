@@ -26,7 +26,7 @@ PARTS: Parts = {
     "own": partial(layers.measure_stack, OPTIONS),
     "banks": layers.measure_banks,
     "calls": costs.measure_calls,
-    "last": partial(costs.measure_last, OPTIONS),
+    "last": partial(layers.measure_last, OPTIONS),
     **{name: partial(rival, OPTIONS) for name, rival in layers.RIVALS.items()},
 }
 

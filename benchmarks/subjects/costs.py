@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training around replayed layers costs: a step's last micro-batch, and a model call that runs eager."""
+"""What a model call that runs eager costs beside a call without the plugin."""
 
 import contextlib
 import functools
@@ -13,56 +13,12 @@ from torch import Tensor
 
 import megagraph
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import host_seconds, in_turns, phases_us
+from benchmarks.measuring.clocks import host_seconds, in_turns
 from benchmarks.subjects.hosts import install_for, made_quickly
-from benchmarks.subjects.inside import Replays, bare_loops
-from benchmarks.subjects.layers import LAYERS, TOKENS, capture, captured, end_reductions
+from benchmarks.subjects.layers import LAYERS, TOKENS, capture
 from benchmarks.subjects.packs import a_pack, model_options
 from megagraph.demo.packs import Pack
-from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
-
-LAST_ROUNDS = 200  # reductions take turns with the host, so that a last micro-batch varies most
-DOCUMENTS = 8  # of the capacity
-
-
-def measure_last(options: ModelOptions) -> Answer:
-    """The backward of a last micro-batch, us for each layer, and what of it is whose.
-
-    On the calling thread, as in a schedule.
-    `megatron` registers every gradient one by one with DDP, which reduces full buckets; `engine` is a
-    backward pass of a single node that does nothing, and `bare` the same graphs launched by a loop in C.
-    """
-    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
-    trainer = captured(options, ddp={"overlap_grad_reduce": True})
-    ddp, replays = trainer.model, Replays(trainer)
-    bank, hidden, grad = replays.bank, replays.hidden, replays.grad
-    _forward, bare = bare_loops(bank, replays.key)
-    layers = list(trainer.chunk.decoder.layers)
-    params = [param for layer in reversed(layers) for param in reversed(list(layer.parameters()))]
-    group_of = ddp.param_to_bucket_group
-
-    def register() -> None:
-        for param in params:
-            group_of[param].register_grad_ready(param, ddp.force_all_reduce)
-
-    def sample() -> dict[str, float]:
-        end_reductions(ddp)
-        out = replays.replayed()
-        nothing = hidden.view_as(hidden)
-        with torch.autograd.set_multithreading_enabled(False):
-            backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad))
-            engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
-        end_reductions(ddp)
-        registered, launched = host_seconds(register), host_seconds(bare)
-        return {
-            **{"backward": backward, "engine": engine, "megatron": registered, "bare": launched},
-            "own": backward - engine - registered - launched,
-        }
-
-    return dict(phases_us(sample, repeats=LAST_ROUNDS, divisor=len(layers)))
-
-
-# -- calls that run eager --------------------------------------------------------------------------
+from megagraph.demo.trainer import Trainer, packed_seq_params
 
 # The model under the wrappers does nothing: its forward calls its block, whose forward returns the hidden
 # states. A real call scatters by a hundred microseconds, in which what is asked for here would be lost.

@@ -30,6 +30,8 @@ from megagraph.megatron.plugin import disable_cuda_graphs_this_step
 LAYERS, HIDDEN, TOKENS = 24, 1024, 256
 _MICRO_BATCHES = 2
 ROUNDS = 60  # of ours
+LAST_ROUNDS = 200  # reductions take turns with the host, so that a last micro-batch varies most
+DOCUMENTS = 8  # of the capacity
 MICRO_BATCHES = 20  # in a row
 
 
@@ -43,8 +45,11 @@ class DenseTrainer(Trainer):
         return losses, lambda losses: (loss := losses.float().mean(), {"loss": loss.detach().clone()})
 
 
-def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
-    """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
+def layer_calls(trainer: Trainer, packs: Sequence[Pack]) -> list[Callable[[Tensor], Tensor]]:
+    """Call Megatron's layers with what its block hands to them beside the hidden states.
+
+    Runs one step to see it.
+    """
     layer, found = trainer.chunk.decoder.layers[0], dict[str, Any]()
     original = type(layer).__call__
 
@@ -55,7 +60,13 @@ def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
 
     with mock.patch.object(type(layer), "__call__", call):
         trainer.forward_backward(packs)
-    return {name: value for name, value in found.items() if name != "hidden_states"}
+    found.pop("hidden_states", None)
+
+    def called(layer: nn.Module, hidden: Tensor) -> Tensor:
+        out: Tensor = layer(hidden_states=hidden, **found)[0]
+        return out
+
+    return [partial(called, layer) for layer in trainer.chunk.decoder.layers]
 
 
 def time_layers(layers: Sequence[Callable[[Tensor], Tensor]], options: ModelOptions) -> Answer:
@@ -80,31 +91,17 @@ def time_layers(layers: Sequence[Callable[[Tensor], Tensor]], options: ModelOpti
 
 def eager_times(trainer: Trainer, packs: Sequence[Pack]) -> Answer:
     """A trainer's layers, called one after another as its block does."""
-    arguments = layer_arguments(trainer, packs)
-
-    def called(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: layer(hidden_states=hidden, **arguments)[0]
-
-    return time_layers([*map(called, trainer.chunk.decoder.layers)], trainer.options)
-
-
-class _OneTensor(nn.Module):
-    """A Megatron layer that takes and gives one tensor."""
-
-    def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.layer, self.arguments = layer, arguments
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.layer(hidden_states=hidden, **self.arguments)[0]
+    return time_layers(layer_calls(trainer, packs), trainer.options)
 
 
 def torchs_graphs(options: ModelOptions) -> Answer:
     """Megatron's layers with `torch.cuda.make_graphed_callables`; its warm-up counts as capture."""
     # On a side stream: gradient accumulators of the current one cannot be captured on another.
     trainer = made_quickly(DenseTrainer, options, beside=True)
-    arguments = layer_arguments(trainer, [a_pack(options.max_tokens)])
-    layers = tuple(_OneTensor(layer, arguments) for layer in trainer.chunk.decoder.layers)
+    calls = layer_calls(trainer, [a_pack(options.max_tokens)])
+    layers = tuple(nn.ModuleList([layer]) for layer in trainer.chunk.decoder.layers)  # with the parameters
+    for layer, call in zip(layers, calls, strict=True):
+        layer.forward = call
     return _graphed(torch.cuda.make_graphed_callables, layers, options)
 
 
@@ -116,34 +113,28 @@ def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: M
     return {**time_layers(graphed, options), "capture": capture_ms / (2 * len(layers))}
 
 
-def _watched(found: list[float]) -> Any:
-    """Collects how many ms each graph took that Megatron creates meanwhile."""
-    from megatron.core.transformer import cuda_graphs
-
-    record: Any = cuda_graphs._CudagraphGlobalRecord
-    original = record.__dict__["create_cudagraphs"]
-
-    def create(cls: Any) -> Any:
-        graphs, stats = len(cls.cudagraph_record), list[Any]()
-        capture_ms = wall_ms(lambda: stats.append(original.__get__(None, cls)()))
-        if graphs:
-            found.append(capture_ms / graphs)
-        return stats[0]
-
-    return mock.patch.object(record, "create_cudagraphs", classmethod(create))
-
-
 def megatrons_graphs(options: ModelOptions) -> Answer:
     """Trains with Megatron's own graphs of layers until they replay, and times them as `_graphed()`.
 
     Only one model of a process can have them, and they change the process's streams.
     """
+    from megatron.core.transformer import cuda_graphs
+
+    record: Any = cuda_graphs._CudagraphGlobalRecord
+    create, created = record.create_cudagraphs, list[float]()
+
+    def timed_create() -> Any:
+        graphs, stats = len(record.cudagraph_record), list[Any]()
+        capture_ms = wall_ms(lambda: stats.append(create()))
+        if graphs:
+            created.append(capture_ms / graphs)
+        return stats[0]
+
     prepare_rival(_MICRO_BATCHES)
     config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
     trainer = made_quickly(DenseTrainer, options, config=config)
     packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
-    created: list[float] = []
-    with _watched(created):
+    with mock.patch.object(record, "create_cudagraphs", timed_create):
         for _ in range(2):
             trainer.forward_backward(packs)
     if not created:
@@ -258,11 +249,48 @@ def _time_replays(trainer: Trainer) -> Answer:
 
 def measure_stack(options: ModelOptions) -> dict[str, Answer]:
     """A stack in micro-batches that are not a step's last, `graphed` and `eager`."""
-    install_for(options.max_tokens, 8, cuda_graph_warmup_steps=1)
+    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
     trainer = captured(options)
     graphed = _time_replays(trainer)
     with disable_cuda_graphs_this_step():
         return {"graphed": graphed, "eager": eager_times(trainer, [a_pack(options.max_tokens)] * 2)}
+
+
+def measure_last(options: ModelOptions) -> Answer:
+    """The backward of a last micro-batch, us for each layer, and what of it is whose.
+
+    On the calling thread, as in a schedule.
+    `megatron` registers every gradient one by one with DDP, which reduces full buckets; `engine` is a
+    backward pass of a single node that does nothing, and `bare` the same graphs launched by a loop in C.
+    """
+    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
+    trainer = captured(options, ddp={"overlap_grad_reduce": True})
+    ddp, replays = trainer.model, Replays(trainer)
+    bank, hidden, grad = replays.bank, replays.hidden, replays.grad
+    _forward, bare = bare_loops(bank, replays.key)
+    layers = list(trainer.chunk.decoder.layers)
+    params = [param for layer in reversed(layers) for param in reversed(list(layer.parameters()))]
+    group_of = ddp.param_to_bucket_group
+
+    def register() -> None:
+        for param in params:
+            group_of[param].register_grad_ready(param, ddp.force_all_reduce)
+
+    def sample() -> dict[str, float]:
+        end_reductions(ddp)
+        out = replays.replayed()
+        nothing = hidden.view_as(hidden)
+        with torch.autograd.set_multithreading_enabled(False):
+            backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad))
+            engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
+        end_reductions(ddp)
+        registered, launched = host_seconds(register), host_seconds(bare)
+        return {
+            **{"backward": backward, "engine": engine, "megatron": registered, "bare": launched},
+            "own": backward - engine - registered - launched,
+        }
+
+    return dict(phases_us(sample, repeats=LAST_ROUNDS, divisor=len(layers)))
 
 
 # Name to (variants, slots).
