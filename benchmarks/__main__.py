@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from benchmarks.measuring.results import FOLDER, measure, read_result, show
+from benchmarks.measuring.results import FOLDER, measure, read_figures, show
 
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "capture", "memory", "step")
@@ -33,7 +33,7 @@ def main() -> int:
     names = options.names or DEFAULT
     if options.show:
         for name in names:
-            show(name, read_result(FOLDER / f"{name}.json").figures)
+            show(name, read_figures(FOLDER / f"{name}.json"))
         return 0
     for name in names:
         if name not in NAMES:

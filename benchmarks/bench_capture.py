@@ -29,22 +29,20 @@ CAPACITIES = {
 BAR_MS = 40.0
 
 
-def measure_own() -> dict[str, Answer]:
-    """Every size with every number of capacities, in one process, all kept until the last."""
+def measure_own() -> Answer:
+    """Of every size with every number of capacities ms a graph, in one process, all kept until the last."""
     # Else a standard error that is no terminal gets no progress.
     os.environ.update(FORCE_COLOR="1", TERM="xterm")
     options = {hidden: model_options(hidden, layers=LAYERS, tokens=TOKENS) for hidden in HIDDEN}
     trainers = {hidden: made_quickly(Trainer, each) for hidden, each in options.items()}
-    measured: dict[str, Answer] = {str(hidden): {} for hidden in HIDDEN}
+    found: Answer = {}
     for name, (num_seqs, shows_progress) in CAPACITIES.items():
         install_for(TOKENS, *num_seqs, cuda_graph_warmup_steps=1, progress=shows_progress)
-        try:
-            for hidden, trainer in trainers.items():
-                report = capture(trainer)
-                measured[str(hidden)][name] = 1e3 * report["capture_seconds"] / report["graphs"]
-        finally:
-            megagraph.uninstall()
-    return measured
+        for hidden, trainer in trainers.items():
+            report = capture(trainer)
+            found[f"hidden {hidden}, {name}"] = 1e3 * report["capture_seconds"] / report["graphs"]
+        megagraph.uninstall()
+    return found
 
 
 RIVALS = ("torch.cuda.make_graphed_callables", "Megatron's graphs, local")
@@ -55,12 +53,10 @@ PARTS: Parts = {"own": measure_own, **{name: partial(layers.RIVALS[name], _OPTIO
 def _figures() -> list[Figure]:
     own, figures = measure_part(__name__, "own"), list[Figure]()
     rivals = {name: try_part(__name__, name) for name in RIVALS}
-    for hidden, by_capacities in own.items():
-        beside = rivals if int(hidden) == RIVALS_HIDDEN else {}
-        for name, value in by_capacities.items():
-            title = f"hidden {hidden}, {name}: capture"
-            figure = Figure(name=title, value=value, unit="ms a graph", bar=BAR_MS)
-            figures += beside_each(figure, beside, "capture") or [figure]
+    for name, value in own.items():
+        figure = Figure(name=f"{name}: capture", value=value, unit="ms a graph", bar=BAR_MS)
+        beside = rivals if name.startswith(f"hidden {RIVALS_HIDDEN},") else {}
+        figures += beside_each(figure, beside, "capture") or [figure]
     return figures
 
 

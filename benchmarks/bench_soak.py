@@ -84,10 +84,9 @@ PARTS: Parts = {"replays": partial(measure_soak, model_options(256, layers=24, t
 
 def _figures() -> list[Figure]:
     answer = measure_part(__name__, "replays", timeout=900)
-    grown = answer["grown"]
-    replays = {"value": answer["replays"], "bar": REPLAYS, "better": "higher"}
+    grown, replays = answer["grown"], answer["replays"]
     return [
-        Figure(name="replays of layers", unit="replays", **replays),
+        Figure(name="replays of layers", value=replays, unit="replays", bar=REPLAYS, better="higher"),
         Figure(name="steps that differ from eager", value=answer["differing"], unit="steps", bar=0),
         Figure(name="memory of the device, growth", value=grown["device"] / MIB, unit="MiB", bar=0),
         Figure(name="memory of the process, growth", value=grown["process"] / MIB, unit="MiB", bar=1),

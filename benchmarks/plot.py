@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.bench_delayed_weights import TIMELINE
 from benchmarks.bench_gain import CASES, GAIN, HIDDEN, TOKENS
-from benchmarks.measuring.results import FOLDER, Figure, read_result
+from benchmarks.measuring.results import FOLDER, Figure, read_figures
 
 IMAGES = Path("docs/images")
 OURS = "megagraph"
@@ -109,7 +109,7 @@ def draw_gains(gains: Sequence[Sequence[float]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(rows_of(read_result(FOLDER / "step.json").figures), IMAGES / "step.svg")
-    draw_nodes(nodes_of(read_result(FOLDER / "delayed_weights.json").figures), IMAGES / "nodes.svg")
-    draw_gains(gains_of(read_result(FOLDER / "gain.json").figures), IMAGES / "gain.svg")
+    draw(rows_of(read_figures(FOLDER / "step.json")), IMAGES / "step.svg")
+    draw_nodes(nodes_of(read_figures(FOLDER / "delayed_weights.json")), IMAGES / "nodes.svg")
+    draw_gains(gains_of(read_figures(FOLDER / "gain.json")), IMAGES / "gain.svg")
     print(f"wrote {IMAGES}", flush=True)

@@ -27,7 +27,7 @@ sys.path.append(str(ROOT))  # benchmarks are not installed
 from benchmarks import plot  # noqa: E402
 from benchmarks.measuring import children, results  # noqa: E402
 from benchmarks.measuring.clocks import MIB, PART, STEP, read_timeline  # noqa: E402
-from benchmarks.measuring.results import RESULTS, Figure, measure, read_result, write_result  # noqa: E402
+from benchmarks.measuring.results import RESULTS, Figure, measure, read_figures, write_result  # noqa: E402
 from benchmarks.subjects import costs, layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import ROUNDS, StepCase, StepTrainer, walls_in_turns  # noqa: E402
@@ -76,9 +76,10 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
         **dict.fromkeys(("NCCL-EP, as megatron-core starts it", "NCCL-EP on one rank", "HybridEP"), ""),
         "experts of the op fuser that mark what they save": REFUSED["error"],
     },
-    ("capture", "own"): dict.fromkeys(
-        map(str, BENCHMARKS["capture"].HIDDEN), dict.fromkeys(BENCHMARKS["capture"].CAPACITIES, 10.0)
-    ),
+    ("capture", "own"): {
+        f"hidden {hidden}, {name}": 10.0
+        for hidden, name in itertools.product(BENCHMARKS["capture"].HIDDEN, BENCHMARKS["capture"].CAPACITIES)
+    },
 }
 
 
@@ -100,7 +101,7 @@ def measured(monkeypatch: MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[
         monkeypatch.setattr(module, "measure_part", answer, raising=False)
         monkeypatch.setattr(module, "try_part", refuse, raising=False)
         measure(tmp_path / f"{name}.json", module.FIGURES)
-        return read_result(tmp_path / f"{name}.json").figures
+        return read_figures(tmp_path / f"{name}.json")
 
     calls = {"forward": lambda: None, "backward": lambda: None}
     timed = lambda calls, **how: [[2.0, 3.0] for _ in calls]  # noqa: E731
@@ -125,7 +126,7 @@ def test_every_committed_figure_is_still_measured(
 ) -> None:
     figures = measured(name)
     published = RESULTS / f"{name}.json"  # once it was measured
-    committed = {f.name for f in read_result(published).figures} if published.exists() else set()
+    committed = {f.name for f in read_figures(published)} if published.exists() else set()
     assert {of for of in committed if not of.endswith(SOAKED)} <= {f.name for f in figures}
     wall_clock = [f for f in figures if re.search(r", median|host time|GPU time|bandwidth", f.name)]
     assert all(f.p10 is not None for f in wall_clock)
@@ -136,14 +137,14 @@ def test_every_committed_figure_is_still_measured(
 def test_figures_of_soak_tests_are_there() -> None:
     jobs = (ROOT / "tests" / "megatron" / "test_real_hosts.py").read_text(encoding="utf-8")
     assert all(soaked.partition(" in ")[0] in jobs for soaked in SOAKED)
-    for figure in read_result(RESULTS / "real_hosts.json").figures:
+    for figure in read_figures(RESULTS / "real_hosts.json"):
         assert f'"{figure.name.partition(": ")[0]}"' in jobs or "NCCL in their graphs" in figure.name
 
 
 def test_the_drawings_find_their_figures(
     measured: Callable[[str], tuple[Figure, ...]], tmp_path: Path
 ) -> None:
-    rows = plot.rows_of(read_result(RESULTS / "step.json").figures)
+    rows = plot.rows_of(read_figures(RESULTS / "step.json"))
     assert len(rows) >= 5 and all(plot.OURS in row and len(row) > 1 for row in rows.values())
     nodes = plot.nodes_of(measured("delayed_weights"))
     assert nodes == {name: {"begins": 0.0, "ends": 9e-3} for name in OVERLAP["nodes"]}
@@ -177,13 +178,13 @@ def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_
 
     path = tmp_path / "some" / "rope.json"
     # A part is written before the next one begins.
-    parts = {"first": lambda: [FIGURE], "second": lambda: [*read_result(path).figures, {}["median"]]}
+    parts = {"first": lambda: [FIGURE], "second": lambda: [*read_figures(path), {}["median"]]}
     monkeypatch.setattr(BENCHMARKS["rope"], "FIGURES", parts)
     monkeypatch.setattr(command, "FOLDER", path.parent)
     assert call("rope", "training") == 1
     assert "rope: RuntimeError: second: KeyError: 'median'" in capsys.readouterr().err
     assert {it.stem for it in path.parent.iterdir()} == {"rope", "training"}
-    assert read_result(path).figures == (FIGURE,), "what was measured stays"
+    assert read_figures(path) == (FIGURE,), "what was measured stays"
 
 
 # -- processes, pairs and rivals -------------------------------------------------------------------
@@ -317,9 +318,9 @@ RECORD: dict[str, Any] = {
 def test_a_file_is_read_and_written_key_for_key(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     one, other = tmp_path / "one.json", tmp_path / "new" / "other.json"
     one.write_text(json.dumps(RECORD))
-    result = read_result(one)
-    monkeypatch.setattr(results, "describe_environment", lambda: result.environment)
-    write_result(other, result.figures)
+    environment = {key: value for key, value in RECORD.items() if key != "figures"}
+    monkeypatch.setattr(results, "describe_environment", lambda: environment)
+    write_result(other, read_figures(one))
     written = json.loads(other.read_text())
     assert written == RECORD and [*written] == [*RECORD] and [*written["figures"][0]] == [*STORED]
     assert [path.name for path in other.parent.iterdir()] == ["other.json"]
@@ -329,10 +330,10 @@ def test_every_committed_file_is_a_result_also_where_it_is_older_than_some_keys(
     paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert len(paths) >= 12
     for path in paths:
-        result = read_result(path)
-        assert result.figures and not (result.environment["commit"] or "").endswith("-dirty"), path
-        assert {*result.environment, "transformer_engine"} == {*RECORD} - {"figures"}, path
-        assert all((figure.holds is None) == (figure.bar is None) for figure in result.figures), path
+        figures, record = read_figures(path), json.loads(path.read_text())
+        assert figures and not (record["commit"] or "").endswith("-dirty"), path
+        assert {*record, "transformer_engine"} == {*RECORD}, path
+        assert all((figure.holds is None) == (figure.bar is None) for figure in figures), path
 
 
 @pytest.mark.parametrize(("value", "better", "holds"), [(4, "lower", True), (5, "lower", False)])
@@ -354,7 +355,7 @@ def test_nonsense_is_refused_by_file_and_key(tmp_path: Path, change: dict[str, A
     path = tmp_path / "r.json"
     path.write_text(json.dumps(RECORD | {"figures": [STORED | change]}))
     with pytest.raises(ValueError, match=f"r.json: .*{message}"):
-        read_result(path)
+        read_figures(path)
 
 
 def test_the_commit_says_if_more_than_results_differed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

@@ -60,14 +60,6 @@ class Figure:
             object.__setattr__(self, "holds", holds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What one command measured, and where; `environment` is what `describe_environment()` answered."""
-
-    environment: dict[str, str | None]
-    figures: tuple[Figure, ...]
-
-
 def timed(name: str, times: Times, unit: str, *, value: float | None = None, **more: Any) -> Figure:
     """A figure of repeated timings: their median, or `value`, and the 10th and the 90th percentile."""
     ends = torch.tensor([0.1, 0.9], dtype=torch.float64)
@@ -190,14 +182,12 @@ def write_result(path: Path, figures: Sequence[Figure]) -> None:
     os.replace(draft, path)
 
 
-def read_result(path: Path) -> Result:
-    """Reads a result. Raises `ValueError`, naming the file, where it is none."""
+def read_figures(path: Path) -> tuple[Figure, ...]:
+    """Of a result. Raises `ValueError`, naming the file, where it is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        figures = tuple(Figure(**figure) for figure in record.pop("figures"))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return tuple(Figure(**it) for it in json.loads(path.read_text(encoding="utf-8"))["figures"])
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return Result(environment=record, figures=figures)
 
 
 def show(title: str, figures: Sequence[Figure]) -> None:

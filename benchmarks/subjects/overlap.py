@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 import megagraph
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import PART, Timeline
+from benchmarks.measuring.clocks import PART, Timeline, device_us
 from benchmarks.subjects.hosts import check_replays, install, made_quickly
 from benchmarks.subjects.packs import MICRO_BATCHES
 from benchmarks.subjects.steps import StepCase, StepTrainer, expert_layers, without_collection
@@ -33,13 +33,8 @@ _PRODUCTS = re.compile("gemm|gemv|nvjet|xmma", re.IGNORECASE)  # kernels of matr
 @functools.cache
 def _cycles_per_us() -> float:
     """Of the device's clock while it is busy."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_CYCLES)
-    start.record()
-    torch.cuda._sleep(_CYCLES)
-    end.record()
-    end.synchronize()
-    return _CYCLES / (float(start.elapsed_time(end)) * 1e3)
+    ((us,),) = device_us([lambda: torch.cuda._sleep(_CYCLES)], repeats=1)
+    return _CYCLES / us
 
 
 def keep_busy(us: float) -> None:
