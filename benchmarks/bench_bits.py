@@ -94,15 +94,13 @@ def measure_bits(case: BitsCase, options: ModelOptions = MODEL) -> Answer:
     for mode in MODES:
         differing = dict.fromkeys(kept[0], 0)
         install(mode=mode, capacities=(capacity,), cuda_graph_modules=case.modules)
-        try:
-            for step, theirs in zip(_trained(case, options), kept, strict=True):
-                for what, ours in step.items():
-                    pairs = zip(ours, theirs[what], strict=True)
-                    differing[what] += sum(not torch.equal(*pair) for pair in pairs)
-            (report,) = megagraph.reports()
-            answer[mode] = {**differing, "report": report}
-        finally:
-            megagraph.uninstall()
+        for step, theirs in zip(_trained(case, options), kept, strict=True):
+            for what, ours in step.items():
+                pairs = zip(ours, theirs[what], strict=True)
+                differing[what] += sum(not torch.equal(*pair) for pair in pairs)
+        (report,) = megagraph.reports()
+        answer[mode] = {**differing, "report": report}
+        megagraph.uninstall()
     return answer
 
 
@@ -124,12 +122,10 @@ def _answers() -> Mapping[str, Future[Answer]]:
 def _figures(name: str) -> list[Figure]:
     """What differs from the unpatched run, and how much of it was replayed."""
     answer, figures = _answers()[name].result(), []
-    for mode in MODES:
-        for what in ("losses", "gradients"):
-            title = (
-                f"{name}: {what} of {BITS[name].steps} steps that differ from an unpatched run's, mode {mode}"
-            )
-            figures.append(Figure(name=title, value=answer[mode][what], unit=f"of {answer[what]}", bar=0))
+    differ = f"of {BITS[name].steps} steps that differ from an unpatched run's"
+    for mode, what in itertools.product(MODES, ("losses", "gradients")):
+        title = f"{name}: {what} {differ}, mode {mode}"
+        figures.append(Figure(name=title, value=answer[mode][what], unit=f"of {answer[what]}", bar=0))
     report = answer["graph"]["report"]
     title, share = f"{name}: share of layer calls replayed, mode graph", report["replays"] / report["calls"]
     return [*figures, Figure(name=title, value=share, unit="1")]

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.measuring.children import Answer, measure_part, parts_of, try_part
 from benchmarks.measuring.clocks import wall_ms
 from benchmarks.measuring.results import Figure, beside_each, timed
-from benchmarks.subjects.hosts import on_side_stream, recorded
+from benchmarks.subjects.hosts import recorded
 from benchmarks.subjects.packs import hidden_states, model_options, swiglu_experts
 from megagraph.demo.trainer import transformer_config
 from megagraph.megatron.specs import with_grouped_experts
@@ -67,9 +67,6 @@ def measure_kind(tokens: int, kind: str) -> Answer:
         out, _bias = layer(rows)
         return torch.autograd.grad(out, [rows, *layer.parameters()], grad)
 
-    with on_side_stream():
-        for _ in range(WARM_UP):
-            run()
     call = recorded(run) if kind == OURS else run
     return {"walls": [wall_ms(call) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]}
 

@@ -122,11 +122,11 @@ def describe_environment() -> dict[str, str | None]:
     """
     on_gpu = torch.cuda.is_available()
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    drivers = (_output(*query) or "").splitlines() if on_gpu else []
+    driver = (_output(*query) or "").partition("\n")[0] if on_gpu else ""
     return {
         "commit": _git_commit() or os.environ.get("MEGAGRAPH_COMMIT") or None,
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "driver": drivers[0].strip() if drivers else None,
+        "driver": driver.strip() or None,
         "torch": str(torch.__version__),
         "megatron_core": _version("megatron.core", "megatron-core"),
         "transformer_engine": _version("transformer_engine", "transformer-engine-torch"),
@@ -156,9 +156,8 @@ def _git_commit() -> str | None:
 
 def _version(module: str, distribution: str) -> str | None:
     """Of the module where it is imported, else of what is installed."""
-    imported = getattr(sys.modules.get(module), "__version__", None)
     with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(distribution) if imported is None else str(imported)
+        return str(getattr(sys.modules.get(module), "__version__", None) or metadata.version(distribution))
     return None
 
 

@@ -83,21 +83,19 @@ class _TimedTrainer(Trainer):
         self.times_us, self.documents = [], case.documents
         packs = [a_pack(TOKENS)] * (1 + SAMPLES)
         before = 0
-        try:
-            if is_patched:
-                install_for(TOKENS, case.num_seqs, mode=case.mode, cuda_graph_warmup_steps=1)
-                before = capture(self)["replays"] if case.is_captured else 0
-            _TimedTrainer.is_idle = True
-            with torch.no_grad():
-                if case.scheduled:
-                    self.forward_backward(packs, forward_only=True)
-                for pack in () if case.scheduled else packs:
-                    self.call(pack)
-            if sum(report["replays"] for report in megagraph.reports()) != before:
-                raise RuntimeError("expected eager calls only, got replays")
-        finally:
-            _TimedTrainer.is_idle = False
-            megagraph.uninstall()
+        if is_patched:
+            install_for(TOKENS, case.num_seqs, mode=case.mode, cuda_graph_warmup_steps=1)
+            before = capture(self)["replays"] if case.is_captured else 0
+        _TimedTrainer.is_idle = True
+        with torch.no_grad():
+            if case.scheduled:
+                self.forward_backward(packs, forward_only=True)
+            for pack in () if case.scheduled else packs:
+                self.call(pack)
+        if sum(report["replays"] for report in megagraph.reports()) != before:
+            raise RuntimeError("expected eager calls only, got replays")
+        _TimedTrainer.is_idle = False
+        megagraph.uninstall()
         return self.times_us[1:]
 
 

@@ -193,13 +193,12 @@ def measure_overlap(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     for us in times_us:
+        found["walls"].append([])
+        found["host_us"].append([])
         with copies_for_all_to_all(us), without_collection():
-            walls, host_us = [], []
             for batches in steps * ROUNDS:
-                walls.append(trainer.wall_ms(batches, graphs=True))
-                host_us.append(trainer.host_ms * 1e3 / MICRO_BATCHES)
-        found["walls"].append(walls)
-        found["host_us"].append(host_us)
+                found["walls"][-1].append(trainer.wall_ms(batches, graphs=True))
+                found["host_us"][-1].append(trainer.host_ms * 1e3 / MICRO_BATCHES)
     later = torch.cuda.max_memory_reserved()
     for us in times_us:
         with copies_for_all_to_all(us), _parts_of_layers():

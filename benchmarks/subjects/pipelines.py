@@ -123,11 +123,7 @@ class PipelineTrainer:
         shared_embeddings: bool = False,
         aligned: bool = False,
     ) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core import distributed as core
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.options = options
@@ -136,10 +132,10 @@ class PipelineTrainer:
         seed_streams()
         shared = {"share_embeddings_and_output_weights": shared_embeddings}
         self.models = [self._model(cut, index, spec, **shared) for index in range(cut.chunks)]
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
-        made = partial(DistributedDataParallel, config=self.config, ddp_config=ddp_config)
+        ddp_config = core.DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
+        made = partial(core.DistributedDataParallel, config=self.config, ddp_config=ddp_config)
         self.chunks: list[Any] = [made(module=in_half_precision(model)) for model in self.models]
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.finalize_model_grads_func = core.finalize_model_grads
         self.config.no_sync_func = self._each("no_sync")
         if aligned:
             self.config.grad_sync_func = self._each("start_grad_sync")
@@ -164,8 +160,7 @@ class PipelineTrainer:
 
     def _each(self, name: str) -> Any:
         """A method of every chunk, as Megatron's config takes it."""
-        methods = [getattr(chunk, name) for chunk in self.chunks]
-        return methods if len(methods) > 1 else methods[0]
+        return _each_or_the_one([getattr(chunk, name) for chunk in self.chunks])
 
     def step(self, micros: Sequence[Any], *, eager: bool, forward_only: bool = False) -> list[dict[str, Any]]:
         """Runs Megatron's schedule. Returns what `forward` reduced, on the last stage."""
@@ -174,16 +169,12 @@ class PipelineTrainer:
         for chunk in self.chunks:
             chunk.train(not forward_only)
             chunk.zero_grad_buffer()
-        several = len(self.chunks) > 1
-        with contextlib.ExitStack() as stack:
-            if eager:
-                stack.enter_context(megagraph.disable_cuda_graphs_this_step())
-            if forward_only:
-                stack.enter_context(torch.no_grad())
+        graphs = megagraph.disable_cuda_graphs_this_step() if eager else contextlib.nullcontext()
+        with graphs, torch.set_grad_enabled(not forward_only):
             results: list[dict[str, Any]] = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
-                data_iterator=[iter(micros) for _ in self.chunks] if several else iter(micros),
-                model=self.chunks if several else self.chunks[0],
+                data_iterator=_each_or_the_one([iter(micros) for _ in self.chunks]),
+                model=_each_or_the_one(self.chunks),
                 num_microbatches=len(micros),
                 seq_length=self.options.max_tokens,
                 micro_batch_size=1,
@@ -210,6 +201,11 @@ class PipelineTrainer:
     def forward(self, run: Callable[..., Any], batch: Any) -> tuple[Tensor, Any]:
         """Runs a micro-batch. Returns what the last layer leaves, and what reduces it."""
         return run(**arguments_of(batch)), partial(mean_loss, mask=batch["mask"])
+
+
+def _each_or_the_one(of_chunks: list[Any]) -> Any:
+    """As Megatron takes what there is one of for each chunk."""
+    return of_chunks if len(of_chunks) > 1 else of_chunks[0]
 
 
 def train(model: ModelOptions, cut: Cut, layers: str, report: Path) -> Answer:
@@ -317,11 +313,8 @@ def alone(cut: Cut, stage: int) -> Iterator[Others]:
 
         def _communicate(self, *, tensor_shape: Any, **of: Any) -> Any:
             others.take(of["tensor_send_next"], of["tensor_send_prev"])
-            given = {
-                name: others.give(name, tensor_shape, self.config)
-                for name in ("recv_prev", "recv_next")
-                if of[name]
-            }
+            asked = [name for name in ("recv_prev", "recv_next") if of[name]]
+            given = {name: others.give(name, tensor_shape, self.config) for name in asked}
             is_there = torch.cuda.Event()  # also a handle of what comes
             is_there.record()
             return given.get("recv_prev"), given.get("recv_next"), dict.fromkeys(given, is_there)
