@@ -9,7 +9,6 @@ capacity of half a pack; then what upstream's stash asks for and finds.
 """
 
 import importlib
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -41,19 +40,6 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {KEPT: (FULL, {}), AGAIN: (FULL, R
 ALONE, BESIDE = "alone", "beside"
 
 
-class _CopyingTrainer(StepTrainer):
-    """Copies beside each step, on a stream of its own."""
-
-    copies: Sequence[Call] = ()
-    stream: torch.cuda.Stream
-
-    def forward_backward(self, packs: Sequence[Any], *, forward_only: bool = False) -> list[Tensor]:
-        with torch.cuda.stream(self.stream):
-            for call in self.copies:
-                call()
-        return super().forward_backward(packs, forward_only=forward_only)
-
-
 def _routed_bytes(trainer: StepTrainer, batch: dict[str, Any]) -> int:
     """What all layers of an eager micro-batch keep of routed rows; the pack is padded."""
     found: dict[int, int] = {}
@@ -74,8 +60,8 @@ def measure_way(slots: int, way: str) -> Answer:
     tokens, further = WAYS[way]
     install_for(tokens, 8, cuda_graph_slots=slots, cuda_graph_warmup_steps=2)
     spec = with_grouped_experts(get_gpt_layer_varlen_spec(num_experts=EXPERTS, moe_grouped_gemm=False))
-    trainer = made_quickly(_CopyingTrainer, MODEL, beside=True, spec=spec, config={**CONFIG, **further})
-    trainer.stream = torch.cuda.Stream()
+    trainer = made_quickly(StepTrainer, MODEL, beside=True, spec=spec, config={**CONFIG, **further})
+    stream = torch.cuda.Stream()
     packs = {fill: a_pack(rows) for fill, rows in FILLS.items() if rows <= tokens}
     steps = {fill: [batch_of(pack, trainer.device)] * MICRO_BATCHES for fill, pack in packs.items()}
     for batches in [*steps.values()] * WARM_UP:
@@ -89,8 +75,8 @@ def measure_way(slots: int, way: str) -> Answer:
         answer[fill] = {ALONE: [], BESIDE: []}
         with without_collection():
             for _, how in in_turns((ALONE, BESIDE), ROUNDS):
-                trainer.copies = [copies] * MICRO_BATCHES if how == BESIDE else []
-                answer[fill][how].append(trainer.wall_ms(batches, graphs=True))
+                beside = [copies] * MICRO_BATCHES if how == BESIDE else []
+                answer[fill][how].append(trainer.wall_ms(batches, graphs=True, beside=beside, on=stream))
     return answer
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import median
 
-from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
+from benchmarks.measuring.children import Parts, measure_part, try_part
 from benchmarks.measuring.results import Figure, beside_each, ratios, timed
 from benchmarks.subjects.steps import StepCase, measure_ours, measure_rival, step_case
 
@@ -55,27 +55,17 @@ def _figures_of(case: StepCase) -> list[Figure]:
     if floors:
         over = ratios(graphed, floors)
         figures.append(timed(f"{case.name}: forward_backward_func wall / floor", over, "ratio", bar=1.03))
-    return [*figures, *_beside_unpatched(case, ours)] if "error" not in unpatched else figures
-
-
-def _beside_unpatched(case: StepCase, ours: Answer) -> list[Figure]:
-    """Ratios of the walls of the same packs, and of all kernels' time.
-
-    The bars stand on models that are not small.
-    """
-    walls, unpatched = ours["graphed"], ours["unpatched"]
-    mine, theirs = (by_step(each, case.distinct_steps) for each in (walls, unpatched["walls"]))
+    if "error" in unpatched:
+        return figures
+    # Of the same packs. The bars stand on models that are not small.
+    mine, theirs = (by_step(each, case.distinct_steps) for each in (graphed, unpatched["walls"]))
     wall_bar, kernel_bar = (None, None) if case.is_small else (1.0, 1.01)
     kernels, its = ours["kernels_ms"], unpatched["kernels_ms"]
-    name = f"{case.name}: kernel time of a step"
+    name, wall = f"{case.name}: kernel time of a step", f"{case.name}: wall / that of {UNPATCHED}"
+    over = [of_ours / of_step for of_ours, of_step in zip(graphed, itertools.cycle(theirs), strict=False)]
     return [
-        timed(
-            f"{case.name}: wall / that of {UNPATCHED}",
-            [wall / of_step for wall, of_step in zip(walls, itertools.cycle(theirs), strict=False)],
-            "ratio",
-            value=sum(mine) / sum(theirs),
-            bar=wall_bar,
-        ),
+        *figures,
+        timed(wall, over, "ratio", value=sum(mine) / sum(theirs), bar=wall_bar),
         Figure(name=f"{name} / that of {UNPATCHED}", value=kernels / its, unit="ratio", bar=kernel_bar),
         Figure(name=name, value=kernels, unit="ms", rival=UNPATCHED, rival_value=its),
     ]

@@ -185,15 +185,6 @@ def captured(options: ModelOptions, **further: Any) -> Trainer:
     return trainer
 
 
-def end_reductions(ddp: Any) -> None:
-    """Ends those of a DDP's last micro-batch, and lets it count anew; the next one is a last one again."""
-    for group in ddp.bucket_groups:
-        if group.grad_reduce_handle is not None:
-            group.grad_reduce_handle.wait()
-            group.grad_reduce_handle = None
-        group.reset()
-
-
 def _time_replays(trainer: Trainer) -> Answer:
     """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
@@ -272,18 +263,26 @@ def measure_last(options: ModelOptions) -> Answer:
     params = [param for layer in reversed(layers) for param in reversed(list(layer.parameters()))]
     group_of = ddp.param_to_bucket_group
 
+    def end_reductions() -> None:
+        """And lets DDP count anew; the next micro-batch is a last one again."""
+        for group in ddp.bucket_groups:
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+            group.reset()
+
     def register() -> None:
         for param in params:
             group_of[param].register_grad_ready(param, ddp.force_all_reduce)
 
     def sample() -> dict[str, float]:
-        end_reductions(ddp)
+        end_reductions()
         out = replays.replayed()
         nothing = hidden.view_as(hidden)
         with torch.autograd.set_multithreading_enabled(False):
             backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad))
             engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
-        end_reductions(ddp)
+        end_reductions()
         registered, launched = host_seconds(register), host_seconds(bare)
         return {
             **{"backward": backward, "engine": engine, "megatron": registered, "bare": launched},

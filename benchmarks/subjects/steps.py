@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 import megagraph
 from benchmarks.measuring.children import Answer, caught
-from benchmarks.measuring.clocks import STEP, Timeline, traced, wall_ms
+from benchmarks.measuring.clocks import STEP, Call, Timeline, traced, wall_ms
 from benchmarks.subjects.hosts import check_replays, engines_spec, install, made_quickly, prepare_rival
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
@@ -62,11 +62,16 @@ class StepTrainer(Trainer):
     def zero_grad(self) -> None:
         """Not in a step, which is timed."""
 
-    def wall_ms(self, batches: Sequence[Any], *, graphs: bool) -> float:
-        """Runs a step; the time until the device has done it all."""
+    def wall_ms(
+        self, batches: Sequence[Any], *, graphs: bool, beside: Sequence[Call] = (), on: Any = None
+    ) -> float:
+        """Runs a step, with calls beside it on another stream; the time until the device has done it all."""
 
         def step() -> None:
             with record_function(STEP):
+                for call in beside:
+                    with torch.cuda.stream(on):
+                        call()
                 self.forward_backward(batches)  # hands each on as it is
                 torch.cuda.synchronize()
 
@@ -192,7 +197,16 @@ def measure_ours(case: StepCase) -> Answer:
     """
     trainer, is_small = made_quickly(StepTrainer, case.model, beside=True), case.is_small
     steps = case.batches(trainer.device)
-    before = caught(lambda: _unpatched(trainer, case, steps))
+
+    def unpatched() -> Answer:
+        """Eager steps with nothing installed but our RoPE; attention is ours by the model's spec."""
+        rounds = UNPATCHED_ROUNDS if is_small else UNPATCHED_ROUNDS // 2
+        with our_rope(), without_collection():
+            trainer.walls_ms(steps, WARM_UP_STEPS)
+            walls = trainer.walls_ms(steps, rounds * len(steps))
+            return {"walls": walls, "kernels_ms": trainer.traced(steps[0]).kernels_ms()}
+
+    before = caught(unpatched)
     install(capacities=(case.capacity,))
     trainer.walls_ms(steps, WARM_UP_STEPS + FURTHER_STEPS)
     trainer.wall_ms(steps[0], graphs=False)
@@ -203,22 +217,13 @@ def measure_ours(case: StepCase) -> Answer:
         raise RuntimeError("the trace of a graphed step has no graphs")
     check_replays(megagraph.reports()[-1], "DISABLED")
     megagraph.uninstall()
-    after = before if "error" in before else caught(lambda: _unpatched(trainer, case, steps))
+    after = before if "error" in before else caught(unpatched)
     return {
         **walls,
         "outside_ms": [timeline.eager_ms() for timeline in traced] if is_small else [],
         "kernels_ms": traced[0].kernels_ms(),
         "unpatched": after if "error" in after else {**after, "walls": before["walls"] + after["walls"]},
     }
-
-
-def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
-    """Eager steps with nothing installed but our RoPE; attention is ours by the model's spec."""
-    rounds = UNPATCHED_ROUNDS if case.is_small else UNPATCHED_ROUNDS // 2
-    with our_rope(), without_collection():
-        trainer.walls_ms(steps, WARM_UP_STEPS)
-        walls = trainer.walls_ms(steps, rounds * len(steps))
-        return {"walls": walls, "kernels_ms": trainer.traced(steps[0]).kernels_ms()}
 
 
 def measure_steps(
