@@ -5,7 +5,6 @@ Neither deterministic algorithms nor filled memory; tests/megatron/test_real_hos
 counts allocations and synchronisations.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,7 +15,6 @@ from benchmarks.measuring.results import Figure, against, in_mib, timed
 from benchmarks.subjects.hosts import DETERMINISTIC, install_for
 from benchmarks.subjects.packs import CASES, Case
 from megagraph.demo.compare import time_steps
-from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 
 TIMED_STEPS, WARM_UP_STEPS = 20, 6
@@ -25,25 +23,17 @@ HOW = ("eager", "graphed")
 
 def measure_time(case: Case, how: str) -> Answer:
     """Step times and bytes that torch reserved, for packs that are `fitting` and for `all`, of one model."""
-    graphs = how == "graphed"
     install_for(case.model.max_tokens, *case.max_packed_seqs, cuda_graph_warmup_steps=3)
     trainer = Trainer(case.model)
     steps = case.steps(WARM_UP_STEPS + TIMED_STEPS)
     most = max(case.max_packed_seqs)
     fitting = [[pack for pack in step if pack.num_seqs <= most] for step in steps[:WARM_UP_STEPS]]
-    _, reserved = _walls_ms(trainer, fitting, graphs=graphs)
-    walls, of_all = _walls_ms(trainer, steps[WARM_UP_STEPS:], graphs=graphs)
-    report = megagraph.reports()[-1]
-    return {"walls_ms": walls, "fitting": reserved, "all": of_all, "report": report}
-
-
-def _walls_ms(trainer: Trainer, steps: Sequence[Sequence[Pack]], *, graphs: bool) -> tuple[list[float], int]:
-    """Walls of steps, and the most memory that torch reserved meanwhile: each step counts anew."""
-    walls, reserved = [], 0
-    for packs in steps:
-        walls.append(time_steps(trainer, [packs], graphs=graphs).median_ms)
-        reserved = max(reserved, torch.cuda.max_memory_reserved())
-    return walls, reserved
+    walls: dict[str, list[float]] = {"fitting": [], "all": []}
+    reserved = dict.fromkeys(walls, 0)
+    for what, packs in [*(("fitting", it) for it in fitting), *(("all", it) for it in steps[WARM_UP_STEPS:])]:
+        walls[what].append(time_steps(trainer, [packs], graphs=how == "graphed").median_ms)
+        reserved[what] = max(reserved[what], torch.cuda.max_memory_reserved())  # each step counts anew
+    return {"walls_ms": walls["all"], **reserved, "report": megagraph.reports()[-1]}
 
 
 PARTS = parts_of(measure_time, CASES, HOW)

@@ -4,12 +4,12 @@
 A bare loop launches executable graphs from C: what no plugin can be faster than.
 """
 
-import contextlib
 import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,8 +123,7 @@ class Replays:
         return out
 
 
-@contextlib.contextmanager
-def our_rope() -> Iterator[None]:
+def our_rope() -> AbstractContextManager[Any]:
     """Our RoPE of packs in unpatched attention: Megatron's reads offsets on the host."""
     seam, tables = seams.ATTENTION_ROPE, RotaryTables()
 
@@ -133,5 +132,4 @@ def our_rope() -> Iterator[None]:
     ) -> Tensor:
         return tables.rotate(t, freqs, cu_seqlens, mscale=mscale)
 
-    with mock.patch.object(seam.owner(), seam.name, rotate):
-        yield
+    return mock.patch.object(seam.owner(), seam.name, rotate)

@@ -58,16 +58,14 @@ class _Exchange(torch.autograd.Function):
         return grad.clone(), None
 
 
-@contextlib.contextmanager
-def copies_for_all_to_all(us: float = 0.0) -> Iterator[None]:
+def copies_for_all_to_all(us: float = 0.0) -> contextlib.AbstractContextManager[Any]:
     """Inside, dispatchers copy. A copy of hidden states takes `us` more; probabilities travel beside them."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def exchange(_group: Any, rows: Tensor, *_splits: Any, **_how: Any) -> Any:
         return _Exchange.apply(rows, us if rows.dim() > 1 else 0.0)  # type: ignore[no-untyped-call]
 
-    with mock.patch.object(token_dispatcher, "all_to_all", exchange):
-        yield
+    return mock.patch.object(token_dispatcher, "all_to_all", exchange)
 
 
 # -- what overlap costs and gains ------------------------------------------------------------------
