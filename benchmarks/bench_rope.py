@@ -26,17 +26,13 @@ def _random(tokens: int, heads: int) -> Tensor:
     return torch.randn(tokens, heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
 
 
-def _angles(positions: int) -> Tensor:
-    """Of each position, [positions, dim / 2] in float32."""
-    inverse = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
-    return torch.outer(torch.arange(positions, device=DEVICE, dtype=torch.float32), inverse)
-
-
 def _figures_of(heads: tuple[int, int], mib: int) -> list[Figure]:
     row_bytes = sum(heads) * HEAD_DIM * 2
     tokens = -(-(mib << 20) // row_bytes // 16) * 16  # rows of at least so many MiB; a multiple of 16
     cu_seqlens, pair = lognormal_offsets(tokens, device=DEVICE), [_random(tokens, count) for count in heads]
-    half, copying = _angles(int(cu_seqlens.diff().max())), copy_of(tokens * row_bytes)
+    inverse = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
+    positions = torch.arange(int(cu_seqlens.diff().max()), device=DEVICE, dtype=torch.float32)
+    half, copying = torch.outer(positions, inverse), copy_of(tokens * row_bytes)
     figures: list[Figure] = []
     for cold, (name, layout) in itertools.product((False, True), LAYOUTS.items()):
         interleaved = layout == "interleaved"

@@ -71,7 +71,7 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay", "own"): {"graphed": LAYER, "eager": LAYER},
     ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
     ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
-    ("replay", "last"): dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES),
+    ("replay", "last"): dict.fromkeys(("backward", "megatron", "bare", "own"), TIMES),
     ("paged_stash", "upstream"): {
         **dict.fromkeys(("NCCL-EP, as megatron-core starts it", "NCCL-EP on one rank", "HybridEP"), ""),
         "experts of the op fuser that mark what they save": REFUSED["error"],

@@ -19,7 +19,7 @@ import megagraph
 from benchmarks import bench_bits as bits
 from benchmarks import bench_soak as soak
 from benchmarks.subjects import inside, layers
-from benchmarks.subjects.hosts import install_for, seed_streams
+from benchmarks.subjects.hosts import seed_streams
 from megagraph.demo.cpu import megatron_on_cpu
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 
@@ -112,7 +112,6 @@ def test_replays_leave_neither_memory_nor_objects(monkeypatch: pytest.MonkeyPatc
 def test_layers_replay_without_the_model_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(OPTIONS.max_tokens, 1, OPTIONS.hidden, requires_grad=True)
     monkeypatch.setattr(inside, "hidden_states", lambda *shape: rows)
-    install_for(OPTIONS.max_tokens, layers.DOCUMENTS, cuda_graph_warmup_steps=1)
     trainer = layers.captured(OPTIONS)
     replays = inside.Replays(trainer)
     report = inside.graphs_of(trainer).report

@@ -15,7 +15,7 @@ from dataclasses import InitVar, asdict, dataclass, replace
 from importlib import metadata
 from operator import sub, truediv
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Literal
 
 import torch
@@ -62,8 +62,7 @@ class Figure:
 
 def timed(name: str, times: Times, unit: str, *, value: float | None = None, **more: Any) -> Figure:
     """A figure of repeated timings: their median, or `value`, and the 10th and the 90th percentile."""
-    ends = torch.tensor([0.1, 0.9], dtype=torch.float64)
-    low, high = torch.tensor(times, dtype=torch.float64).quantile(ends).tolist()
+    low, *_, high = quantiles(times, n=10, method="inclusive")
     middle = median(times) if value is None else value
     return Figure(name=name, value=middle, unit=unit, p10=low, p90=high, **more)
 

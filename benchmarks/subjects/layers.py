@@ -31,7 +31,6 @@ LAYERS, HIDDEN, TOKENS = 24, 1024, 256
 _MICRO_BATCHES = 2
 ROUNDS = 60  # of ours
 LAST_ROUNDS = 200  # reductions take turns with the host, so that a last micro-batch varies most
-DOCUMENTS = 8  # of the capacity
 MICRO_BATCHES = 20  # in a row
 
 
@@ -179,19 +178,22 @@ def capture(trainer: Trainer) -> dict[str, Any]:
 
 
 def captured(options: ModelOptions, **further: Any) -> Trainer:
-    """A trainer whose every layer replays."""
+    """Installs the plugin; a trainer whose every layer replays."""
+    install_for(options.max_tokens, 8, cuda_graph_warmup_steps=1)
     trainer = made_quickly(Trainer, options, **further)
     capture(trainer)
     return trainer
 
 
-def _time_replays(trainer: Trainer) -> Answer:
-    """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
+def measure_stack(options: ModelOptions) -> dict[str, Answer]:
+    """A stack in micro-batches that are not a step's last, `graphed` and `eager`.
 
+    Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
     `bare`: the same graphs launched by a loop in C; `decided`: the micro-batch's pack read and decided on;
     `around`: its begin and end; `in a row`: both, many times one after the other; `engine`: a backward pass
     of a single node that does nothing, and the time without that of it beside each backward.
     """
+    trainer = captured(options)
     replays = Replays(trainer)
     bank, hidden, grad = replays.bank, replays.hidden, replays.grad
     layers = len(bank.sites)
@@ -231,30 +233,21 @@ def _time_replays(trainer: Trainer) -> Answer:
 
     report = graphs_of(trainer).report
     counted = report()["replays"]
-    answer = phases_us(sample, repeats=ROUNDS)
+    graphed = phases_us(sample, repeats=ROUNDS)
     counted = report()["replays"] - counted
     if counted < ROUNDS * layers:
         raise RuntimeError(f"expected at least {ROUNDS * layers} replays, got {counted}")
-    return dict(answer)
-
-
-def measure_stack(options: ModelOptions) -> dict[str, Answer]:
-    """A stack in micro-batches that are not a step's last, `graphed` and `eager`."""
-    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
-    trainer = captured(options)
-    graphed = _time_replays(trainer)
     with disable_cuda_graphs_this_step():
-        return {"graphed": graphed, "eager": eager_times(trainer, [a_pack(options.max_tokens)] * 2)}
+        return {"graphed": dict(graphed), "eager": eager_times(trainer, [a_pack(options.max_tokens)] * 2)}
 
 
 def measure_last(options: ModelOptions) -> Answer:
     """The backward of a last micro-batch, us for each layer, and what of it is whose.
 
     On the calling thread, as in a schedule.
-    `megatron` registers every gradient one by one with DDP, which reduces full buckets; `engine` is a
-    backward pass of a single node that does nothing, and `bare` the same graphs launched by a loop in C.
+    `megatron` registers every gradient one by one with DDP, which reduces full buckets, and `bare` launches
+    the same graphs by a loop in C; a backward pass of a single node that does nothing is nobody's `own`.
     """
-    install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
     trainer = captured(options, ddp={"overlap_grad_reduce": True})
     ddp, replays = trainer.model, Replays(trainer)
     bank, hidden, grad = replays.bank, replays.hidden, replays.grad
@@ -284,10 +277,8 @@ def measure_last(options: ModelOptions) -> Answer:
             engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
         end_reductions()
         registered, launched = host_seconds(register), host_seconds(bare)
-        return {
-            **{"backward": backward, "engine": engine, "megatron": registered, "bare": launched},
-            "own": backward - engine - registered - launched,
-        }
+        own = backward - engine - registered - launched
+        return {"backward": backward, "megatron": registered, "bare": launched, "own": own}
 
     return dict(phases_us(sample, repeats=LAST_ROUNDS, divisor=len(layers)))
 
@@ -344,18 +335,15 @@ class _Measured:
                 self._time("bare backward", backward)
 
     def answer(self) -> Answer:
-        """Microseconds of each phase for each site, `engine` for all together, and backwards less the engine.
+        """Microseconds of each phase for each site, of backwards without the engine.
 
         Raises `RuntimeError` where anything ran eager.
         """
-        counters, seconds = self._bank.counters(), self.times
+        counters, times = self._bank.counters(), self.times
         if counters["replays"] != counters["calls"]:
             raise RuntimeError(f"expected replays only, got {counters}")
-        every = {**seconds, "backward without engine": differences(seconds["backward"], seconds["engine"])}
-        return {
-            phase: [second * 1e6 / (1 if phase == "engine" else SITES) for second in times]
-            for phase, times in every.items()
-        }
+        times["backward without engine"] = differences(times.pop("backward"), times.pop("engine"))
+        return {phase: [second * 1e6 / SITES for second in seconds] for phase, seconds in times.items()}
 
 
 def measure_banks() -> dict[str, Answer]:
