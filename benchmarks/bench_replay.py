@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.measuring.children import Parts, measure_part, try_part
 from benchmarks.measuring.results import Figure, against, beside_each, differences, timed, timed_ratio
-from benchmarks.subjects import costs, layers
+from benchmarks.subjects import layers
 from benchmarks.subjects.packs import model_options
 
 BARS = {"forward": 4.0, "backward": 5.0}
@@ -25,7 +25,7 @@ OPTIONS = model_options(layers.HIDDEN, layers=layers.LAYERS, tokens=layers.TOKEN
 PARTS: Parts = {
     "own": partial(layers.measure_stack, OPTIONS),
     "banks": layers.measure_banks,
-    "calls": costs.measure_calls,
+    "calls": layers.measure_calls,
     "last": partial(layers.measure_last, OPTIONS),
     **{name: partial(rival, OPTIONS) for name, rival in layers.RIVALS.items()},
 }
@@ -100,7 +100,7 @@ def _call_figures() -> list[Figure]:
         patched, unpatched = answer["patched"], answer["unpatched"]
         call, rival = timed(f"{name}, median", patched, "us"), f"unpatched, median of {len(unpatched)}"
         figures += [
-            timed(name, differences(patched, unpatched), "us more", bar=costs.CASES[name].bar),
+            timed(name, differences(patched, unpatched), "us more", bar=layers.CASES[name].bar),
             against(call, rival, unpatched),
         ]
     return figures

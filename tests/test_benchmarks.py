@@ -28,7 +28,7 @@ from benchmarks import plot  # noqa: E402
 from benchmarks.measuring import children, results  # noqa: E402
 from benchmarks.measuring.clocks import MIB, PART, STEP, read_timeline  # noqa: E402
 from benchmarks.measuring.results import RESULTS, Figure, measure, read_figures, write_result  # noqa: E402
-from benchmarks.subjects import costs, layers, overlap, packs  # noqa: E402
+from benchmarks.subjects import layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import ROUNDS, StepCase, StepTrainer, walls_in_turns  # noqa: E402
 from megagraph.demo.packs import Pack  # noqa: E402
@@ -70,7 +70,7 @@ ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
 PARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay", "own"): {"graphed": LAYER, "eager": LAYER},
     ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
-    ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
+    ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in layers.CASES},
     ("replay", "last"): dict.fromkeys(("backward", "megatron", "bare", "own"), TIMES),
     ("paged_stash", "upstream"): {
         **dict.fromkeys(("NCCL-EP, as megatron-core starts it", "NCCL-EP on one rank", "HybridEP"), ""),
