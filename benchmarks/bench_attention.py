@@ -31,7 +31,6 @@ ATEN = "ATen's flash attention"
 TRANSFORMER_ENGINE = "Transformer Engine's DotProductAttention, kernels only"
 BAR, PADDING_BAR = 1.02, 1.03
 CAPACITY, USED = 256, 10
-DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Captured:
             out = bank.replay_all(leaf)
         out.backward(grad)
         self._kept = bank, owner
-        self.calls = dict(zip(DIRECTIONS, bare_loops(bank, "pack"), strict=True))
+        self.calls = dict(zip(("forward", "backward"), bare_loops(bank, "pack"), strict=True))
 
 
 def gpu_us(*calls: Call) -> list[list[float]]:

@@ -8,7 +8,6 @@ packs. Everybody accumulates into Megatron DDP's `main_grad`, but for Transforme
 no DDP.
 """
 
-import contextlib
 import functools
 import itertools
 import time
@@ -94,11 +93,6 @@ def time_layers(layers: Sequence[Callable[[Tensor], Tensor]], options: ModelOpti
     return dict(phases_us(sample, repeats=30, divisor=options.layers))
 
 
-def eager_times(trainer: Trainer, packs: Sequence[Pack]) -> Answer:
-    """A trainer's layers, called one after another as its block does."""
-    return time_layers(layer_calls(trainer, packs), trainer.options)
-
-
 def torchs_graphs(options: ModelOptions) -> Answer:
     """Megatron's layers with `torch.cuda.make_graphed_callables`; its warm-up counts as capture."""
     # On a side stream: gradient accumulators of the current one cannot be captured on another.
@@ -144,7 +138,7 @@ def megatrons_graphs(options: ModelOptions) -> Answer:
             trainer.forward_backward(packs)
     if not created:
         raise RuntimeError("Megatron created no graphs")
-    return {**eager_times(trainer, packs), "capture": created[-1]}
+    return {**time_layers(layer_calls(trainer, packs), options), "capture": created[-1]}
 
 
 def transformer_engines_graphs(options: ModelOptions) -> Answer:
@@ -244,7 +238,8 @@ def measure_stack(options: ModelOptions) -> dict[str, Answer]:
     if counted < ROUNDS * layers:
         raise RuntimeError(f"expected at least {ROUNDS * layers} replays, got {counted}")
     with disable_cuda_graphs_this_step():
-        return {"graphed": dict(graphed), "eager": eager_times(trainer, [a_pack(options.max_tokens)] * 2)}
+        eager = time_layers(layer_calls(trainer, [a_pack(options.max_tokens)] * 2), options)
+    return {"graphed": dict(graphed), "eager": eager}
 
 
 def measure_last(options: ModelOptions) -> Answer:
@@ -407,7 +402,7 @@ class _TimedTrainer(Trainer):
 
     is_idle: ClassVar = False
     times_us: list[float]
-    documents = 3
+    documents: int
 
     def call(self, pack: Pack) -> Tensor:
         """One sample: `CALLS` calls, the device idle before."""
@@ -450,11 +445,11 @@ class _TimedTrainer(Trainer):
         return self.times_us[1:]
 
 
-@contextlib.contextmanager
-def _models_that_idle() -> Iterator[None]:
-    """Under whatever wraps the forwards, an idle model does nothing: its block returns its input.
+def measure_calls() -> Answer:
+    """By case the samples `patched` and `unpatched` in us, those of one round at the same places.
 
-    What is given as positions are the hidden states then.
+    Under whatever wraps the forwards, an idle model does nothing: its block returns its input. What is given
+    as positions are the hidden states then.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -473,16 +468,10 @@ def _models_that_idle() -> Iterator[None]:
         is_idle = _TimedTrainer.is_idle
         return hidden_states if is_idle else block_forward(block, hidden_states, *args, **kwargs)
 
-    block = mock.patch.object(TransformerBlock, "forward", return_input)
-    with block, mock.patch.object(GPTModel, "forward", call_block):
-        yield
-
-
-def measure_calls() -> Answer:
-    """By case the samples `patched` and `unpatched` in us, those of one round at the same places."""
     trainer = made_quickly(_TimedTrainer, model_options(IDLE_HIDDEN, layers=LAYERS, tokens=TOKENS))
     times: Answer = {name: {"patched": [], "unpatched": []} for name in CASES}
-    with _models_that_idle():
+    block = mock.patch.object(TransformerBlock, "forward", return_input)
+    with block, mock.patch.object(GPTModel, "forward", call_block):
         for _, (name, how) in in_turns([*itertools.product(CASES, ("patched", "unpatched"))], CALL_ROUNDS):
             times[name][how] += trainer.one_round(CASES[name], is_patched=how == "patched")
     return times

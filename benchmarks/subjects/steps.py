@@ -8,6 +8,7 @@ and its state takes no memory.
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -134,10 +135,6 @@ class StepCase(Case):
     """Packs whose whole training steps are timed."""
 
     @property
-    def tokens(self) -> int:
-        return self.model.max_tokens
-
-    @property
     def is_small(self) -> bool:
         """Whether the floor is its bar, else eager."""
         return self.model.hidden <= 1024
@@ -149,7 +146,8 @@ class StepCase(Case):
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity(tokens=self.tokens, num_seqs=NUM_SEQS, max_seqlen=self.tokens)
+        tokens = self.model.max_tokens
+        return Capacity(tokens=tokens, num_seqs=NUM_SEQS, max_seqlen=tokens)
 
     def packs(self) -> list[list[Pack]]:
         """The packs of each distinct step, the same for every way to run it, and full.
@@ -157,7 +155,8 @@ class StepCase(Case):
         A small model's step has one pack several times: graphs that are launched again, without staging,
         then do the work of the whole step.
         """
-        steps = [[filled(pack, self.tokens) for pack in step] for step in self.steps(self.distinct_steps)]
+        full = partial(filled, tokens=self.model.max_tokens)
+        steps = [[*map(full, step)] for step in self.steps(self.distinct_steps)]
         return [[step[0]] * MICRO_BATCHES for step in steps] if self.is_small else steps
 
     def batches(self, device: torch.device, *, canonical: bool = False) -> list[list[Batch]]:
@@ -176,15 +175,14 @@ def walls_in_turns(
     trainer: StepTrainer, steps: Steps, rounds: int, ways: Sequence[str]
 ) -> dict[str, list[float]]:
     """Walls in ms of each step, by way: `graphed`, `eager`, or `bare`, as the graphed one has staged."""
+    runs: dict[str, Any] = {way: partial(trainer.wall_ms, graphs=way == "graphed") for way in ways}
+    if "bare" in ways:
+        launch = bare_step(trainer, MICRO_BATCHES)
+        runs["bare"] = lambda _batches: wall_ms(launch)
     walls: dict[str, list[float]] = {way: [] for way in ways}
-    launch = bare_step(trainer, MICRO_BATCHES) if "bare" in ways else None
     with without_collection():
-        for batches in [*steps] * rounds:
-            for way, of_way in walls.items():
-                if way == "bare" and launch is not None:
-                    of_way.append(wall_ms(launch))
-                else:
-                    of_way.append(trainer.wall_ms(batches, graphs=way == "graphed"))
+        for batches, way in itertools.product([*steps] * rounds, ways):
+            walls[way].append(runs[way](batches))
     return walls
 
 
