@@ -33,8 +33,7 @@ def measure_own() -> Answer:
     """Of every size with every number of capacities ms a graph, in one process, all kept until the last."""
     # Else a standard error that is no terminal gets no progress.
     os.environ.update(FORCE_COLOR="1", TERM="xterm")
-    options = {hidden: model_options(hidden, layers=LAYERS, tokens=TOKENS) for hidden in HIDDEN}
-    trainers = {hidden: made_quickly(Trainer, each) for hidden, each in options.items()}
+    trainers = {it: made_quickly(Trainer, model_options(it, layers=LAYERS, tokens=TOKENS)) for it in HIDDEN}
     found: Answer = {}
     for name, (num_seqs, shows_progress) in CAPACITIES.items():
         install_for(TOKENS, *num_seqs, cuda_graph_warmup_steps=1, progress=shows_progress)

@@ -26,8 +26,8 @@ MODEL = model_options(1024, layers=8, tokens=2048)
 HOW = ("eager", "graphed")
 PEAK = 1.10
 TRAININGS = {
-    f"{cut.name}, {layers} layers": (cut, layers)
-    for cut in (Cut(), Cut(chunks=2))
+    f"{name}, {layers} layers": (cut, layers)
+    for name, cut in {"PP=2": Cut(), "PP=2, 2 chunks a stage": Cut(chunks=2)}.items()
     for layers in pipelines.LAYERS
 }
 RANKS = 2

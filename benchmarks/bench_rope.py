@@ -5,13 +5,12 @@
 """
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.clocks import copy_of, device_us
+from benchmarks.measuring.clocks import Call, copy_of, device_us
 from benchmarks.measuring.results import Figure, timed_ratio
 from benchmarks.subjects.packs import lognormal_offsets
 from megagraph.packs import ops
@@ -38,7 +37,7 @@ def _figures_of(heads: tuple[int, int], mib: int) -> list[Figure]:
         interleaved = layout == "interleaved"
         angles = half.repeat_interleave(2, 1) if interleaved else torch.cat((half, half), -1)
         how = (pair, angles.cos().bfloat16(), angles.sin().bfloat16(), cu_seqlens)
-        calls: dict[str, Callable[[], object]] = {
+        calls: dict[str, Call] = {
             "forward": partial(ops.rope_thd, *how, layout=layout),
             "backward": partial(torch.ops.megagraph.rope_thd_backward, *how, interleaved=interleaved),
         }
@@ -46,8 +45,7 @@ def _figures_of(heads: tuple[int, int], mib: int) -> list[Figure]:
             ours, copy = device_us((call, copying), cold=cold)
             where = f"{heads[0]}+{heads[1]} heads, {tokens} tokens, {mib} MiB, {name}, {direction}"
             title = f"{where}, {'cold' if cold else 'warm'}: share of a copy's bandwidth"
-            more = {"bar": BAR, "better": "higher", "floor": 1.0}
-            figures.append(timed_ratio(title, copy, ours, "share", **more))
+            figures.append(timed_ratio(title, copy, ours, "share", bar=BAR, better="higher", floor=1.0))
     return figures
 
 

@@ -28,15 +28,14 @@ HOST_LIMITED = step_case(512, layers=24, tokens=2048)
 HOST_LIMITED_NAME = "limited by the host, hidden 512, 24 layers, packs of 2048"
 
 
+of_experts = partial(measure_steps, CASE, rounds=ROUNDS)
 joined = partial(measure_steps, HOST_LIMITED, rounds=HOST_LIMITED_ROUNDS, beside=True)
 # In turns with eager: hosts are faster in one minute than in another.
 PARTS: Parts = {
     **{
-        f"{kind}: {scopes}": partial(
-            measure_steps, CASE, rounds=ROUNDS, experts_of_engine=is_engine, **SCOPES[scopes]
-        )
+        f"{kind}: {scopes}": partial(of_experts, experts_of_engine=is_engine, **how)
         for kind, is_engine in LAYER_KINDS.items()
-        for scopes in SCOPES
+        for scopes, how in SCOPES.items()
     },
     **{f"{HOST_LIMITED_NAME}, {it}": partial(joined, cuda_graph_granularity=it) for it in GRANULARITIES},
 }

@@ -44,10 +44,9 @@ def _figures_of(case: StepCase) -> list[Figure]:
     ours = measure_part(__name__, f"{case.name}: ours")
     rivals = {kind: try_part(__name__, kind) for kind in RIVALS} if case is RIVALS_CASE else {}
     graphed, unpatched = ours["graphed"], ours["unpatched"]
-    floors = list[float]()
-    if case.is_small:  # each floor is of its own round and its own packs
-        pairs = zip(ours["bare"], itertools.cycle(ours["outside_ms"]), strict=False)
-        floors = [launched + outside for launched, outside in pairs]
+    # Of a small model; each floor is of its own round and its own packs.
+    pairs = zip(ours["bare"] if case.is_small else (), itertools.cycle(ours["outside_ms"]), strict=False)
+    floors = [launched + outside for launched, outside in pairs]
     others = {SAME_PACKS: {"walls": ours["eager"]}, UNPATCHED: unpatched}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
     middle = timed(f"{case.name}: step, median", graphed, "ms", floor=median(floors) if floors else None)

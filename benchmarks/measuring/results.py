@@ -63,8 +63,8 @@ class Figure:
 def timed(name: str, times: Times, unit: str, *, value: float | None = None, **more: Any) -> Figure:
     """A figure of repeated timings: their median, or `value`, and the 10th and the 90th percentile."""
     low, *_, high = quantiles(times, n=10, method="inclusive")
-    middle = median(times) if value is None else value
-    return Figure(name=name, value=middle, unit=unit, p10=low, p90=high, **more)
+    value = median(times) if value is None else value
+    return Figure(name=name, value=value, unit=unit, p10=low, p90=high, **more)
 
 
 def timed_ratio(name: str, above: Times, below: Times, unit: str, **more: Any) -> Figure:
@@ -120,12 +120,11 @@ def describe_environment() -> dict[str, str | None]:
     of `MEGAGRAPH_COMMIT`. Imports neither megatron-core nor Transformer Engine.
     """
     on_gpu = torch.cuda.is_available()
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    driver = (_output(*query) or "").partition("\n")[0] if on_gpu else ""
+    drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
     return {
         "commit": _git_commit() or os.environ.get("MEGAGRAPH_COMMIT") or None,
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "driver": driver.strip() or None,
+        "driver": (drivers or "").partition("\n")[0].strip() or None,
         "torch": str(torch.__version__),
         "megatron_core": _version("megatron.core", "megatron-core"),
         "transformer_engine": _version("transformer_engine", "transformer-engine-torch"),

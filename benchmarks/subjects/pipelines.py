@@ -74,10 +74,6 @@ class Cut:
     expert_parallel: int = 1
 
     @property
-    def name(self) -> str:
-        return f"PP={self.stages}" + (f", {self.chunks} chunks a stage" if self.chunks > 1 else "")
-
-    @property
     def _sizes(self) -> dict[str, int | None]:
         """As Megatron's groups and its config call them."""
         return {
@@ -136,11 +132,11 @@ class PipelineTrainer:
         made = partial(core.DistributedDataParallel, config=self.config, ddp_config=ddp_config)
         self.chunks: list[Any] = [made(module=in_half_precision(model)) for model in self.models]
         self.config.finalize_model_grads_func = core.finalize_model_grads
-        self.config.no_sync_func = self._each("no_sync")
+        self.config.no_sync_func = _each_or_the_one([it.no_sync for it in self.chunks])
         if aligned:
-            self.config.grad_sync_func = self._each("start_grad_sync")
+            self.config.grad_sync_func = _each_or_the_one([it.start_grad_sync for it in self.chunks])
             if self.chunks[0].ddp_config.overlap_param_gather:
-                self.config.param_sync_func = self._each("start_param_sync")
+                self.config.param_sync_func = _each_or_the_one([it.start_param_sync for it in self.chunks])
 
     def _model(self, cut: Cut, index: int, spec: BlockSpec, **further: Any) -> nn.Module:
         from megatron.core import parallel_state
@@ -157,10 +153,6 @@ class PipelineTrainer:
             **further,
         )
         return model.to(self.device)
-
-    def _each(self, name: str) -> Any:
-        """A method of every chunk, as Megatron's config takes it."""
-        return _each_or_the_one([getattr(chunk, name) for chunk in self.chunks])
 
     def step(self, micros: Sequence[Any], *, eager: bool, forward_only: bool = False) -> list[dict[str, Any]]:
         """Runs Megatron's schedule. Returns what `forward` reduced, on the last stage."""
