@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs parts of benchmarks as hosts do: the plugin installed, with Megatron's random streams, and streams."""
+"""What hosts do around a model: install the plugin, seed random streams, build on a stream of its own."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
