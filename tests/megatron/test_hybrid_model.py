@@ -25,17 +25,6 @@ LAYERS = len(rig.HYBRID_PATTERN)
 pytestmark = pytest.mark.both
 
 
-@pytest.mark.parametrize("layer", [0, LAYERS - 1])
-def test_a_layer_that_stays_eager_gets_the_rotary_tables(layer: int) -> None:
-    """A hook keeps one layer out of the graphs; the stack's own loop would hand it no tables."""
-    pair = rig.Pair(rig.HybridTrainer)
-    for trainer in pair.both:
-        trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-    pair.step(rig.ONE, rig.TWO, times=4)
-    report = pair.ran(3 * 2 * (LAYERS - 1), failures=1, WARMING_UP=2 * LAYERS, FOREIGN_HOOK=3 * 2)
-    assert report["model"] == f"{HYBRID[0].owner().__name__} #2"
-
-
 def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
     owner = HYBRID[1].owner()
     block = importlib.import_module(owner.__module__)

@@ -25,11 +25,6 @@ def _mlp(model: Any, index: int = 1) -> Any:
     return model.decoder.layers[index].mlp
 
 
-def _hooked(model: Any) -> None:
-    """Of whatever kind: test_state_changes.py."""
-    _mlp(model).register_forward_hook(lambda _module, _args, out: (out[0] * 1.5, out[1]))
-
-
 def _tied(model: Any, owner: str) -> None:
     model.get_submodule(owner).weight = _mlp(model).linear_fc1.weight
 
@@ -37,7 +32,6 @@ def _tied(model: Any, owner: str) -> None:
 SHARES = "linear_fc1.weight is used elsewhere too"
 # What is done to the second layer, under which reason how many layers stay eager, and what is said of it.
 CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
-    "a foreign hook": (_hooked, "FOREIGN_HOOK", 1, ("FOREIGN_HOOK", "hook")),
     "a parameter of another layer": (
         *(partial(_tied, owner="decoder.layers.2.mlp.linear_fc1"), "SHARED_PARAMETER", 2, (SHARES,)),
     ),

@@ -76,14 +76,6 @@ def test_layers_see_the_same_mask_in_eager_and_in_replays(
     assert pair.report()["replays"] == (2 + 1) * rig.LAYERS
 
 
-def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(pair: rig.Pair) -> None:
-    for trainer in pair.both:
-        trainer.chunk.decoder.layers[1].register_forward_hook(lambda *unused: None)
-    for micro in (ONE, TWO, FULL, ONE):
-        pair.step(micro)
-    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "FOREIGN_HOOK": 3}
-
-
 def test_a_later_table_of_another_kind_keeps_the_mask(trainer: Trainer) -> None:
     """Layers that are handed another table run eager, with the mask of the rows that they get."""
     rig.step(trainer, [TWO], update=False, times=2)
