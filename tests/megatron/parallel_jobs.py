@@ -132,23 +132,6 @@ def train_spread(**options: Any) -> dict[str, Any]:
     return train_experts(**size, **options)
 
 
-def share_rows(expert_parallel: int) -> dict[str, int]:
-    """Makes all ranks tensor-parallel ones. Returns the sizes for the model's config."""
-    sizes = {
-        "tensor_model_parallel_size": distributed.get_world_size(),
-        "expert_model_parallel_size": expert_parallel,
-        "expert_tensor_parallel_size": 1,
-    }
-    make_groups(**sizes)
-    return sizes
-
-
-@makes_groups
-def train_shared(*, expert_parallel: int, **options: Any) -> dict[str, Any]:
-    """As `train_experts()`, with packs whose rows all ranks share, and experts spread over some of them."""
-    return train_experts(own_packs=False, sequence_parallel=True, **share_rows(expert_parallel), **options)
-
-
 # -- what one rank alone does ----------------------------------------------------------------------
 
 

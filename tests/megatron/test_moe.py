@@ -25,6 +25,7 @@ from moe_rig import ATTENTION, PADS, PERMUTATION, ROUTERS, ExpertTrainer
 from moe_rig import GROUPED_EXPERTS as GROUPED
 from parallel_jobs import PACKS
 from same_bits import assert_same_bits
+from streams import make_groups
 from torch import distributed
 from worlds import World, on_ranks
 
@@ -246,15 +247,6 @@ def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) ->
         rig.ran(report, WARMING_UP=PACKS * 2, **misfits)
 
 
-@pytest.mark.parametrize("scopes", [("attn",), (*BOTH, "mlp")], ids=str)
-def test_ranks_that_share_rows(world2: World, scopes: Sequence[str]) -> None:
-    """Of a pack, each with some experts."""
-    for report in world2.run(
-        parallel_jobs.train_shared, scopes=scopes, expert_parallel=2, **moe_rig.BIAS, **moe_rig.SHARED
-    ):
-        assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
-
-
 @pytest.mark.parametrize(("mode", "expert_parallel"), [("eager", 1), ("graph", 2)])
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
@@ -263,7 +255,10 @@ def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> Non
 
     Also where all rows of one rank are padding.
     """
-    changes = {**parallel_jobs.share_rows(expert_parallel), "sequence_parallel": True, **moe_rig.BIAS}
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": expert_parallel}
+    sizes["expert_tensor_parallel_size"] = 1
+    make_groups(**sizes)
+    changes = {**sizes, "sequence_parallel": True, **moe_rig.BIAS}
     micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
     config = graph_config(mode=mode, cuda_graph_modules=BOTH)
     for left in train(config, [micros] * 2, ExpertTrainer, **changes).steps:
