@@ -145,6 +145,13 @@ def _given_another_gradient(owner: Any) -> None:
 
 
 KEPT: list[Any] = []
+
+
+def _gradient_and_a_child(owner: Any) -> None:
+    _moved(owner.inner.bias.main_grad)
+    owner.nothing = nn.Identity()
+
+
 DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a parameter replaced": (lambda it: setattr(it.inner, "weight", nn.Parameter(torch.zeros(3, 3))), _MOVED),
     "a parameter replaced over its memory": (_another_over_its_memory, _MOVED),
@@ -165,6 +172,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a parameter transposed": (lambda it: setattr(it.inner.weight, "data", it.inner.weight.data.t()), _MOVED),
     "a submodule replaced": (lambda it: setattr(it, "norm", nn.LayerNorm(3)), _MOVED),
     "an empty submodule replaced": (lambda it: setattr(it, "nothing", nn.Identity()), _OTHERS),
+    "an empty submodule beside a gradient in other memory": (_gradient_and_a_child, _OTHERS),
     "a submodule more": (lambda it: it.add_module("further", nn.Identity()), _OTHERS),
     "a submodule less": (lambda it: delattr(it, "nothing"), _OTHERS),
     "a submodule inside of another": (lambda it: it.nothing.add_module("in", nn.Identity()), _OTHERS),
