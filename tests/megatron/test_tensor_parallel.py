@@ -79,6 +79,11 @@ def test_rows_that_were_padded_for_one_capacity_are_no_example_of_another(world2
         assert {it["why"] for it in figures["unverified_sites"]} == {"no micro-batch that fits was kept"}
 
 
+def disagreeing(world: World, how: dict[int, str], **given: Any) -> list[dict[str, Any]]:
+    """The reports of a training in which rank 0 alone does something before some steps."""
+    return world.run(parallel_jobs.disagree, tensor_parallel=2, how=how, config=TENSOR_PARALLEL, **given)
+
+
 AFTERWARDS = CALLS - STEP_CALLS
 # By reason: what is done to a rank before one of its steps.
 NOTICED = {
@@ -115,8 +120,7 @@ def test_what_one_rank_cannot_do_none_does(
 ) -> None:
     """In the same step, with the bits of eager."""
     steps = max(STEPS, 2 + max(how))
-    job = parallel_jobs.disagree
-    reports = world2.run(job, tensor_parallel=2, how=how, num_steps=steps, config=TENSOR_PARALLEL)
+    reports = disagreeing(world2, how, num_steps=steps)
     for report, expected in zip(reports, (here, {"GROUP_DISAGREED": there} if there else {}), strict=True):
         assert report["eager"] == {"WARMING_UP": STEP_CALLS, **expected}
         assert report["calls"] == steps * STEP_CALLS
@@ -141,14 +145,7 @@ def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank() -> None:
 
 
 def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(world2: World) -> None:
-    reports = world2.run(
-        parallel_jobs.disagree,
-        tensor_parallel=2,
-        how={2: "gradients"},
-        num_steps=4,
-        config=TENSOR_PARALLEL,
-        evaluate_at=(1, 2, 3),
-    )
+    reports = disagreeing(world2, {2: "gradients"}, num_steps=4, evaluate_at=(1, 2, 3))
     for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
         rig.ran(report, graphs=(2 + 1) * LAYERS, WARMING_UP=2 * STEP_CALLS, **{reason: STEP_CALLS})
 
@@ -387,16 +384,14 @@ def test_what_a_rank_finds_alone_inside_of_a_step_is_an_error_that_names_it() ->
 
 def test_a_verification_that_one_rank_cannot_finish_is_given_up_on_all(world2: World) -> None:
     """Bug: the others waited for it, in a module's collective or in an exchange."""
-    how = {1: "verify"}
-    for report in world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, config=TENSOR_PARALLEL):
+    for report in disagreeing(world2, {1: "verify"}):
         figures = rig.ran(report, verified=0, unverified=1, WARMING_UP=STEP_CALLS)["verification"]
         assert {it["why"] for it in figures["unverified_sites"]} == {"RuntimeError: this rank gives up"}
 
 
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:
     """Somebody holds a slot of rank 0 alone. A rank that captured by itself would wait in a collective."""
-    reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how={1: "hold"}, config=TENSOR_PARALLEL)
-    for report in reports:
+    for report in disagreeing(world2, {1: "hold"}):
         rig.ran(report, WARMING_UP=2 * STEP_CALLS)
 
 
