@@ -5,7 +5,6 @@ The run needs a release with `megatron.training` (0.19). It is Megatron's on a C
 GPU: what names a device there is replaced, and nothing else.
 """
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -160,11 +159,6 @@ ARGUMENTS = (
 )
 
 
-class _Stream:
-    def wait_stream(self, other: Any) -> None:
-        """Nothing runs beside anything."""
-
-
 @pytest.fixture
 def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Callable[[str], dict[str, str]]:
     """Runs the script with arguments; returns what the log says of each step and evaluation."""
@@ -177,17 +171,8 @@ def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Callable[[str], d
     monkeypatch.setenv("WORLD_SIZE", "1")  # as a launcher does
     from megatron.training import global_vars, initialize, training
 
-    for name, value in {
-        "Stream": _Stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "get_rng_state": torch.get_rng_state,
-        "set_rng_state": lambda state: None,
-        "get_device_properties": lambda *args: SimpleNamespace(total_memory=1),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
-    monkeypatch.setattr(torch.nn.Module, "cuda", lambda self, *args: self)
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    properties = SimpleNamespace(total_memory=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: properties)
     without_gpu = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
     monkeypatch.setattr(training, "initialize_megatron", without_gpu)
     monkeypatch.setattr(training, "set_jit_fusion_options", lambda **kwargs: None)  # compiles for a GPU
