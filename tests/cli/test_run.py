@@ -32,15 +32,28 @@ def seen(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.megatron
-def test_the_script_runs_as_main_with_its_own_arguments(files: Files) -> None:
-    path = files.script(WITNESS)
+@pytest.mark.parametrize("is_module", [False, True], ids=["a script", "a module"])
+def test_what_runs_is_main_with_its_own_arguments_as_with_python(
+    files: Files, monkeypatch: MonkeyPatch, is_module: bool
+) -> None:
+    package = files.folder / "a_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    path = package / "training.py"
+    path.write_text(WITNESS)
+    monkeypatch.chdir(files.folder)
     arguments = ["--lr", "3", "--config", "its-own.toml", "-h", "--", "last"]
     argv, paths, program = sys.argv, list(sys.path), sys.modules["__main__"]
-    assert run(path, *arguments) == 0
+    try:
+        named = ["-m", "a_package.training"] if is_module else [path]
+        assert run("--set", "mode=eager", *named, *arguments) == 0
+    finally:
+        sys.modules.pop("a_package", None)
     found = seen(path)
-    assert found["argv"] == [str(path), *arguments]
+    assert found["argv"] == [str(path), *arguments] and found["config"]["mode"] == "eager"
     assert found["name"] == "__main__" and found["main"]
     assert sys.argv is argv and sys.path == paths and sys.modules["__main__"] is program
+    assert installed_plugin() is None
 
 
 CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PACKED_SEQS": "3,9"}
@@ -93,25 +106,6 @@ def test_modules_beside_the_script_precede_the_working_folder(files: Files, monk
     finally:
         sys.modules.pop("helper_of_a_script", None)
     assert path.with_suffix(".txt").read_text() == "beside the script"
-
-
-@pytest.mark.megatron
-def test_a_module_runs_as_pythons_own_option_has_it(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = files.folder / "a_package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    path = package / "training.py"
-    path.write_text(WITNESS)
-    monkeypatch.chdir(files.folder)
-    argv, paths = sys.argv, list(sys.path)
-    try:
-        assert run("--set", "mode=eager", "-m", "a_package.training", "--lr", "3") == 0
-    finally:
-        sys.modules.pop("a_package", None)
-    found = seen(path)
-    assert found["argv"] == [str(path), "--lr", "3"] and found["config"]["mode"] == "eager"
-    assert found["name"] == "__main__" and found["main"]
-    assert sys.argv is argv and sys.path == paths and installed_plugin() is None
 
 
 NAMES_CUDA = """import torch
