@@ -104,6 +104,12 @@ class DelayedPair(Pair):
                 hidden = flight.run(site, hidden, self.bank.take_finish)
         return flight
 
+    def fly_back(self, index: int = 0) -> Flight:
+        """With the backward of one layer, which is not finished."""
+        flight = self.fly(self.input())
+        flight.backward(index, self.input())
+        return flight
+
     def both(self, scale: float = 1.0) -> tuple[Flight, Flight, Tensor]:
         """Forwards on both sides, and a gradient of the output."""
         hidden, eager = self.input(), Flight()
@@ -233,18 +239,12 @@ def test_what_is_never_finished_is_named(device: str) -> None:
     """Before the next micro-batch, once; not if somebody has asked what there is."""
     pair = DelayedPair(device, [DelayedBlock()])
     never = "the backward of site 0 in slot 0 was never finished: gradients are missing"
-
-    def leave() -> Flight:
-        flight = pair.fly(pair.input())
-        flight.backward(0, pair.input())
-        return flight
-
-    leave()
+    pair.fly_back()
     with pytest.raises(RuntimeError, match=never), pair.bank.micro_batch("train"):
         pass
-    leave()
+    pair.fly_back()
     assert pair.bank.take_unfinished() == never
-    flight = leave()
+    flight = pair.fly_back()
     assert [pair.bank.take_unfinished() for _ in range(2)] == [never, ""]
     del flight
     assert pair.bank.take_unfinished() == "" and pair.bank.all_free()
@@ -283,10 +283,8 @@ def test_what_cannot_be_finished_any_more(device: str) -> None:
     check("a backward that failed, or that can't come any more")
     before = torch.get_float32_matmul_precision()
     for is_backward in (True, False):
-        flight = pair.fly(pair.input())
+        flight = pair.fly(pair.input()) if is_backward else pair.fly_back()
         try:
-            if not is_backward:
-                flight.backward(0, pair.input())
             torch.set_float32_matmul_precision("medium")
             if not is_backward:
                 check("a numeric setting .* changed")
@@ -296,13 +294,11 @@ def test_what_cannot_be_finished_any_more(device: str) -> None:
             check("before the backward")
         finally:
             torch.set_float32_matmul_precision(before)
-    flight = pair.fly(pair.input())
-    flight.backward(0, pair.input())
+    flight = pair.fly_back()
     with torch.no_grad():
         flight.leaves[0].add_(1)
     check("modified by an inplace operation")
-    flight = pair.fly(pair.input())
-    flight.backward(0, pair.input())
+    flight = pair.fly_back()
     pair.bank.release()
     check("released before the backward of site 0 was finished")
 
@@ -311,8 +307,7 @@ def test_a_product_that_fails(device: str) -> None:
     """In the capture its site stays eager, and nothing is left of it. On the host a replay can fail, too."""
     pair = DelayedPair(device, [DelayedBlock(), DelayedBlock()])
     if device == "cpu":
-        flight = pair.fly(pair.input())
-        flight.backward(1, pair.input())
+        flight = pair.fly_back(1)
         pair.layers[1].fails = True
         with pytest.raises(RuntimeError, match="no product today"):
             flight.finish(1)

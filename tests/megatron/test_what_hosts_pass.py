@@ -173,13 +173,7 @@ def test_the_rows_past_a_pack_are_no_documents(install: rig.Install) -> None:
     """They have the number after the last one that the capacity holds."""
     install(mode="eager")
     trainer = rig.ModelTrainer()
-    seen: list[Tensor] = []
-
-    def look(given: dict[str, Any]) -> dict[str, Any]:
-        seen.append(given["packed_seq_params"].seq_idx)
-        return given
-
-    rig.hands(trainer.chunk.decoder.layers[0], look)
-    rig.step(trainer, [Documented(lengths=(5, 0, 6), tail=4)])
+    seen = given_to(trainer.chunk.decoder.layers[0])
+    rig.evaluate(trainer, [Documented(lengths=(5, 0, 6), tail=4)])  # no history of what is seen
     rows = [*[0] * 5, *[2] * 6, *[3] * 4, *[rig.CAPACITY.num_seqs] * (rig.CAPACITY.tokens - 15)]
-    assert seen[0].tolist() == [rows]
+    assert seen[0]["packed_seq_params"].seq_idx.tolist() == [rows]
