@@ -9,7 +9,7 @@ import pytest
 import torch
 from mamba_rig import PATTERN, Documented, mamba, mamba_experts
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_rig import Install, Pair, report_of, step, steps_of
+from megatron_rig import Install, Pair, step, steps_of
 from torch import Tensor
 
 import megagraph
@@ -105,28 +105,6 @@ def test_of_a_canonical_packs_rows_those_that_were_given_have_the_losses_of_an_u
     assert megagraph.reports()[0]["replays"] > 0
     for one, other in zip(unpatched, graphed, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-class OtherFirst(Documented):
-    """Has other tokens in its first document, and the same in all others."""
-
-    def documents(self) -> list[Tensor]:
-        first, *others = super().documents()
-        return [first.flip(0), *others]
-
-
-def test_no_document_sees_another_nor_the_rows_past_the_pack(install: Install) -> None:
-    install()
-    trainer = mamba()
-    step(trainer, [Documented(lengths=(9, 20))])
-
-    def last_twenty(micro: Documented) -> Tensor:
-        return step(trainer, [micro], update=False).losses[0].flatten()[9:29]
-
-    wanted = last_twenty(Documented(lengths=(9, 20), seed=1))
-    assert torch.equal(wanted, last_twenty(OtherFirst(lengths=(9, 20), seed=1)))
-    assert torch.equal(wanted, last_twenty(Documented(lengths=(9, 20), seed=1, tail=5, tail_token=3)))
-    assert report_of(trainer)["replays"] == 3 * OF_PATTERN
 
 
 def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
