@@ -41,15 +41,6 @@ def test_evaluation_is_graphed_when_it_comes_again(pair: rig.Pair) -> None:
     )
 
 
-def test_evaluation_leaves_gradients_and_the_models_mode_alone(trainer: Trainer) -> None:
-    for _ in range(2):
-        before = rig.step(trainer, [rig.ONE], update=False).grads
-        rig.evaluate(trainer, [rig.TWO])
-        after = dict(trainer.named_main_grads())
-        assert all(torch.equal(grad, after[name]) for name, grad in before.items())
-        assert all(module.training for module in trainer.model.modules())
-
-
 def _trains(chunk: torch.nn.Module, pattern: str) -> None:
     """Parameters of such names train alone."""
     for name, param in chunk.named_parameters():
