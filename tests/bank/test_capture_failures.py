@@ -207,17 +207,6 @@ def test_the_memory_of_a_failed_capture_returns(trouble: Trouble, in_backward: b
     assert held() == before
 
 
-def test_where_every_site_fails_everything_is_eager(device: str) -> None:
-    troubled = [Troubled(raises), Troubled(raises)]
-    pair = Pair(device, troubled)
-    for layer in troubled:
-        layer.arm()
-    pair.capture()
-    assert len(pair.bank.failures) == 2 and pair.bank.state == _C.BankState.SEALED
-    assert pair.step() is EagerReason.CAPTURE_FAILED
-    assert pair.eager_calls() == {"CAPTURE_FAILED": 2}
-
-
 def test_an_earlier_variant_survives_the_failure_of_a_later_one(device: str) -> None:
     troubled = Troubled(raises)
     pair = pair_with(device, troubled).capture()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Pair, blocks, new_bank, unowned, variant
+from bank_pair import ROWS, WIDTH, Block, Pair, new_bank, unowned, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -124,21 +124,6 @@ def test_what_was_transient_is_not_there_any_more(device: str) -> None:
     out.sum().backward()
     del out
     assert bank.all_free()
-
-
-def test_an_eager_part_may_come_first_and_last(device: str) -> None:
-    def scaled(layers: Sequence[nn.Module]) -> list[Any]:
-        scale = EagerPart(name="scale", module=layers[0], forward=lambda _module, hidden: hidden * 1.5)
-        return [scale, *layers, scale]
-
-    pair = Pair(device, blocks(1), steps=scaled).capture(variant(fewer_rows=True))
-    for rows in (ROWS, ROWS - 2):
-        pair.step(
-            pair.input(rows),
-            ours=lambda x, rows=rows: pair.bank(x)[:rows],
-            eager=lambda x: pair.eager_layers[0](x * 1.5) * 1.5,
-        )
-    assert pair.counts() == {"calls": 2, "replays": 2}
 
 
 def test_several_outputs_need_somebody_who_takes_them(device: str) -> None:
