@@ -372,13 +372,11 @@ def train_scheduled(
         cp_sizes=cp_sizes,
         max_seqlen_per_dp_cp_rank=rig.CAPACITY.tokens,
         max_packed_seqs=rig.CAPACITY.num_seqs,
-        alignment=options.get("tensor_model_parallel_size", 1),
     )
     documents = documents_of(lengths)
     config = {"calculate_per_token_loss": True, **options}
     make: Callable[..., Trainer] = partial(make_trainer, config=config, **(model or {}))
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-    is_whole = has_reference and static == 1 and tensor_parallel == 1 and experts == 1
+    is_whole = has_reference and static == experts == 1
     # Megatron's fused RoPE runs on GPUs alone, but for canonical packs.
     unfused = make(config={**config, "apply_rope_fusion": False})
     expected = alone(unfused.chunk, [each for own in documents[0] for each in own] if is_whole else [])
@@ -386,7 +384,7 @@ def train_scheduled(
     steps = list(
         ScheduledSteps(own, limits=limits, groups=groups, config=unfused.chunk.config, device=device())
     )
-    capacity = {"capacities": (), **CAPACITY_OF_RANK}
+    options_of_plugin = {"cp_sizes": cp_sizes, "capacities": (), **CAPACITY_OF_RANK, **(plugin or {})}
     evaluate_at = (1, *range(2, len(steps), 2)) if evaluates else ()
 
     def forward_batch(model: Any, batch: MicroBatch, _device: torch.device) -> tuple[Tensor, Any]:
@@ -396,12 +394,7 @@ def train_scheduled(
         mock.patch.object(rig, "forward", forward_batch),
         mock.patch.object(rig, "evaluate", partial(_evaluate, in_training=in_training)),
     ):
-        run = rig.compare_runs(
-            steps,
-            make,
-            {"cp_sizes": cp_sizes, **capacity, **(plugin or {})},
-            evaluate_at=evaluate_at,
-        )
+        run = rig.compare_runs(steps, make, options_of_plugin, evaluate_at=evaluate_at)
     return {
         "report": run.report,
         "num_sizes": len({*cp_sizes, static}),

@@ -235,15 +235,16 @@ class SwiftLinear(PeftLinear):
         return result + x @ self.down.T @ self.up.T, bias
 
 
-def adapt(
-    model: Any, names: Sequence[str] = ("linear_fc1",), first: int = 0, kind: type = AdaptedLinear
-) -> None:
-    """Freezes a model and gives linears of its layers, from the `first` one on, an adapter each."""
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def adapt(model: Any, kind: type = AdaptedLinear) -> None:
+    """Freezes a model and gives linears of its layers an adapter each."""
     torch.manual_seed(5)
     model.requires_grad_(False)
-    for layer in model.decoder.layers[first:]:
+    for layer in model.decoder.layers:
         for owner in (layer.self_attention, layer.mlp):
-            for name in set(names) & {*owner._modules}:
+            for name in [it for it in LINEARS if it in owner._modules]:
                 setattr(owner, name, kind(getattr(owner, name), rank=4))
 
 

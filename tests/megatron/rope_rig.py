@@ -98,11 +98,9 @@ def three_modes(
     return runs
 
 
-def padded_modes(
-    steps: Sequence[Sequence[Micro]], make: Callable[..., Trainer] = ModelTrainer, **given: Any
-) -> tuple[Run, Run]:
+def padded_modes(steps: Sequence[Sequence[Micro]], **given: Any) -> tuple[Run, Run]:
     """The runs of mode `eager` and of graphs, of the same bits; Megatron's losses differ by roundings."""
-    off, eager, graphed = (run(mode, steps, make, given) for mode in MODES)
+    off, eager, graphed = (run(mode, steps, given=given) for mode in MODES)
     assert_same_bits(eager, graphed)
     assert_close_losses(off, graphed)
     return eager, graphed
