@@ -66,6 +66,9 @@ def test_order_and_figures_are_those_of_megatron() -> None:
             order = order_of_megatron(schedule, count)
             assert schedule.passes(count) == order
             most = [*map(max, most, most_in(order, schedule.chunks))]
+            forwards = schedule.passes(count, forward_only=True)
+            assert forwards == order_of_megatron(schedule, count, forward_only=True)
+            assert all(is_forward for is_forward, _, _ in forwards) and 2 * len(forwards) == len(order)
         assert most == schedule.most_in_flight, schedule
 
 
@@ -73,14 +76,6 @@ def test_without_a_pipeline_one_is_in_flight_and_with_expert_overlap_two() -> No
     assert StageSchedule().most_in_flight == [1]
     schedule = StageSchedule(has_expert_overlap=True)
     assert schedule.most_in_flight == [2] == schedule.in_flight(7) and schedule.in_flight(1) == [1]
-
-
-@pytest.mark.parametrize("schedule", [StageSchedule(stages=2, stage=1), StageSchedule(stages=2, chunks=2)])
-@pytest.mark.megatron
-def test_forward_only_steps_hold_every_forward(schedule: StageSchedule) -> None:
-    order = schedule.passes(4, forward_only=True)
-    assert order == order_of_megatron(schedule, 4, forward_only=True)
-    assert all(is_forward for is_forward, _, _ in order) and len(order) == 4 * schedule.chunks
 
 
 @pytest.mark.parametrize(
