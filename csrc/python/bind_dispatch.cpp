@@ -186,6 +186,7 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("due", &Dispatcher::due, py::return_value_policy::reference_internal)
       .def("is_unchanged", &Dispatcher::is_unchanged)
       .def_property_readonly("params_type", &Dispatcher::params_type)
+      .def_property_readonly("host_names", &Dispatcher::host_names)
       .def("eager_reason", &Dispatcher::eager_reason, py::arg("params"), py::arg("tokens"),
            py::arg("is_settled"))
       .def("enter", &Dispatcher::enter, py::arg("params"), py::arg("tokens"), py::arg("mask"),

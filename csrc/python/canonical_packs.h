@@ -15,6 +15,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "csrc/decide/variant_key.h"
 
@@ -29,6 +30,9 @@ bool is_by_token(const pybind11::handle& offsets);
 pybind11::object with_canonical_mark(const pybind11::object& params, bool by_token);
 // The pack without the ranks that it names.
 pybind11::object without_ranks(const pybind11::object& params);
+// What a host has put on a pack, or its class has, beside Megatron's fields: no graph hears of it.
+std::vector<pybind11::object> host_names(const pybind11::object& params);
+
 // A document that names its ranks, as a pack of one; packs, and what names no ranks, as they are.
 // Megatron's hybrid context parallelism gives one document at a time in 0.16: in the format of
 // unpacked batches, with its length and the ranks that share it. They share its rows as those of a

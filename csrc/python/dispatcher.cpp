@@ -19,6 +19,7 @@
 #include "csrc/torch/numerics.h"
 #include "csrc/torch/python_tensors.h"
 #include "csrc/torch/thread_state.h"
+#include "csrc/watch/references.h"
 
 namespace py = pybind11;
 
@@ -207,7 +208,12 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   if (has_no_graph && !(are_megatrons && batch->run_as_given(*reason))) {
     return python_reason(reason);
   }
-  params_type_ = py::type::of(params);
+  const Py_ssize_t num_attributes = PyDict_Size(attributes_of(params.ptr()).ptr());
+  if (!params_type_.is(py::type::of(params)) || num_attributes_ != num_attributes) {
+    params_type_ = py::type::of(params);
+    num_attributes_ = num_attributes;
+    for (const py::object& name : megagraph::host_names(params)) host_names_.add(name);
+  }
   return py::cast(std::move(batch));
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megagraph._C import mark_canonical
 from megagraph.megatron import seams
+from megagraph.megatron.patch import inside_layers
 from megagraph.megatron.patch.inside_layers import (
     wrap_engine_attention,
     wrap_fused_rope,
@@ -223,6 +224,21 @@ def test_rows_behind_the_end_are_a_document_without_a_valid_token(
         assert (tensor.grad[:end] == 1).all() and not tensor.grad[end:].any()
 
 
+@pytest.mark.parametrize("switch", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"])
+def test_kernels_of_one_rank_that_may_leave_tails_do_not(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: what flash-attn left behind a pack's end went into gradients of weights."""
+    monkeypatch.setenv(switch, str(int(switch == "NVTE_FLASH_ATTN")))
+    monkeypatch.setattr(inside_layers, "_has_flash_attn", lambda: switch == "NVTE_FLASH_ATTN")
+    attention, given, qkv = Attention(), pack(cu_seqlens_q_padded=canonical(0, 4, END)), rows()
+    out = attend(attention, *qkv, None, packed_seq_params=given)
+    assert attention.packs == [given]
+    assert torch.equal(out[:END], sum(qkv)[:END]) and not out[END:].any()
+    out.backward(torch.where(torch.arange(ROWS) < END, 1.0, NAN)[:, None].expand(-1, COLUMNS))
+    assert not any(it.grad is None or it.grad[END:].any() for it in qkv)
+
+
 OTHERS: dict[str, tuple[Attention, Any, int]] = {
     "one rank": (Attention(), pack(), ROWS),
     "a group of one rank": (Attention(group(1)), pack(), ROWS),
@@ -233,7 +249,8 @@ OTHERS: dict[str, tuple[Attention, Any, int]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_any_other_call_is_the_engines_own_business(case: str) -> None:
+def test_any_other_call_is_the_engines_own_business(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     attention, given, count = OTHERS[case]
     out = attend(attention, *rows(count), None, packed_seq_params=given)
     assert attention.packs == [given] and out[END:].isnan().all()

@@ -13,6 +13,7 @@ import torch
 from host_rig import Holder, frozen_model
 from mamba_rig import Documented
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, distributed
 
@@ -77,6 +78,12 @@ class OfHost(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no typ
     temperature: float = 1.0
 
 
+class Tempered(SelfAttention):  # type: ignore[misc]
+    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+        scale = getattr(given["packed_seq_params"], "temperature", 1.0)
+        return super().forward(hidden_states * scale, *args, **given)
+
+
 def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: rig.Install) -> None:
     """And changes nothing: `tokens_per_sample` is for a loss of experts; `seq_idx` is below.
 
@@ -93,6 +100,27 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: r
     (given,) = seen
     pack = given["packed_seq_params"]
     assert pack is not params and pack.seq_lens == [9, 20] and pack.temperature == 3.0
+
+
+@pytest.mark.parametrize("is_field", [False, True])
+def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(is_field: bool) -> None:
+    """Bug: its graphs read the default, verified against it."""
+
+    def hot(made: Any) -> Any:
+        if is_field:
+            return OfHost(**vars(made), temperature=3.0)
+        made.temperature = 3.0
+        return made
+
+    def prepare(chunk: Any) -> None:
+        chunk.decoder.layers[1].self_attention.__class__ = Tempered
+
+    steps = [[dataclasses.replace(it, pack=hot) for it in (rig.ONE, rig.TWO)]] * 3
+    graphed = rig.compare_runs(steps, prepare=prepare)
+    without = rig.train(None, steps, prepare=prepare)
+    torch.testing.assert_close(graphed.steps[0].losses, without.steps[0].losses)
+    report = rig.ran(graphed.report, 2 * 2, failures=1, WARMING_UP=2 * 2, CAPTURE_FAILED=2 * 2)
+    assert "reads `temperature`, which the host has put on its packs" in report["failures"][0]
 
 
 def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:

@@ -54,6 +54,18 @@ from megagraph.report import capture_progress
 __all__ = ["Captures", "capturing", "step_kept"]
 
 
+def _refuse_reads(pack: Any, names: Collection[str]) -> None:
+    """From now on it is an error to read from a pack of graphs what hosts put on theirs."""
+
+    def read(it: Any, name: str) -> Any:
+        if name in names:
+            raise ValueError(f"reads `{name}`, which the host has put on its packs, and no graph hears of")
+        return object.__getattribute__(it, name)
+
+    kind = type(pack)
+    pack.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read})
+
+
 class Captures:
     """The graphs of one model's layers, what they rely on, and the bank that holds them."""
 
@@ -310,6 +322,8 @@ class Captures:
             index = None if documents is None else documents.view(1, capacity.tokens)
             params = packs.make(params_type, own["actual"], own.get("padded"), index)
             _C.mark_canonical(params, by_token=key.by_token)
+            if dispatcher.host_names:
+                _refuse_reads(params, dispatcher.host_names)
             given = {"attention_mask": None, "packed_seq_params": params}
             given |= self.arguments.of(key, params, hidden).values
             if staged := tuple(it for name, it in own.items() if name.startswith("rotary_pos_emb.")):

@@ -9,13 +9,16 @@
 - Transformer Engine's attention, of packs that ranks share: it asks each row for its document, and reads past
   the offsets for rows behind the last one. So it is given one document more, of the rows behind the pack's
   end, without a valid token. What it leaves in these rows, and in their gradients, depends on what the memory
-  held; here they become zero.
+  held; here they become zero. So they do of packs of one rank, if it may choose another kernel than cuDNN's.
 - The document of each row, for Mamba's mixers in releases whose packs do not say it: such a mixer makes it of
   the offsets in each call, by an op that waits for the device for its length.
 """
 
+import functools
+import importlib.util
 import inspect
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +136,18 @@ def wrap_mla_rope(seam: Seam, original: _Function) -> _Function:
     return rotate
 
 
+@functools.cache
+def _has_flash_attn() -> bool:
+    names = "flash_attn", "flash_attn_3", "flash_attn_interface"
+    return any(importlib.util.find_spec(name) is not None for name in names)
+
+
+def _may_leave_tails() -> bool:
+    """Whether kernels may be chosen that leave rows past the last offset as they find them, there or back."""
+    may_flash = os.environ.get("NVTE_FLASH_ATTN") != "0" and _has_flash_attn()
+    return may_flash or os.environ.get("NVTE_FUSED_ATTN") == "0"
+
+
 def wrap_engine_attention(original: _Function) -> _Function:
     """Wraps `TEDotProductAttention.forward`."""
     signature = inspect.signature(original)
@@ -141,18 +156,19 @@ def wrap_engine_attention(original: _Function) -> _Function:
         found = attention.cp_group  # one, or two nested ones
         groups = [found] if isinstance(found, distributed.ProcessGroup) else found or ()
         cp_size = math.prod(group.size() for group in groups)
-        if cp_size == 1:
+        if cp_size == 1 and not _may_leave_tails():
             return original(attention, *args, **kwargs)
         given = signature.bind(attention, *args, **kwargs)
         pack: Any = given.arguments.get("packed_seq_params")
         rows = given.arguments["query"].size(0)
         # Or such a model stays eager, as before megatron-core 0.17.
-        says_padding = hasattr(pack, "pad_between_seqs")
-        if not says_padding or not is_canonical(pack.cu_seqlens_q) or rows % 2:  # of each document two parts
+        has_tail = cp_size == 1 or (hasattr(pack, "pad_between_seqs") and rows % 2 == 0)  # two parts each
+        if pack is None or not has_tail or not is_canonical(pack.cu_seqlens_q):
             return original(attention, *args, **kwargs)
         physical = pack.cu_seqlens_q if pack.cu_seqlens_q_padded is None else pack.cu_seqlens_q_padded
         end = _end_of_rows(physical, cp_size)
-        given.arguments["packed_seq_params"] = with_tail_as_document(pack, cp_size * rows)
+        if cp_size > 1:
+            given.arguments["packed_seq_params"] = with_tail_as_document(pack, cp_size * rows)
         for name in ("query", "key", "value"):
             given.arguments[name] = _without_gradient_tail(given.arguments[name], end)
         out: Tensor = original(*given.args, **given.kwargs)
