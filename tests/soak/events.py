@@ -564,10 +564,9 @@ def reloads(twins: "Twins") -> None:
 )
 def adds_a_model(twins: "Twins", kind: str) -> None:
     """One that has what the scopes name. Megatron counts the experts of one model alone."""
-    has = KINDS[kind].has
-    if twins.scopes in KINDS[kind].scopes and not (
-        "stages" in has or (twins.has("experts") and "experts" in has)
-    ):
+    added = KINDS[kind]
+    is_counted = twins.has("experts") and "experts" in added.has
+    if twins.scopes in added.scopes and added.around is nullcontext and not is_counted:
         twins.add(kind)
 
 

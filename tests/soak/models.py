@@ -34,7 +34,6 @@ from megagraph.megatron.parallel.model_parallel import schedule_of
 Scopes = tuple[str, ...]
 UNIT = 4  # rows that two ranks can share, whatever they share
 PARTS: tuple[Scopes, ...] = ((), ("attn",), ("mlp",), ("attn", "mlp"))
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 # How two ranks share a model: fields of Megatron's config. Of packs each of "dp" and "ep" has its own; of
@@ -118,7 +117,7 @@ _SPLIT: tuple[Scopes, ...] = (("attn",), ("attn", "moe_router"), ("attn", "moe_r
 KINDS: dict[str, Kind] = {
     "dense": Kind(make=ModelTrainer, has=frozenset({"dense"}), layouts=_RANKS),
     "probes": Kind(make=_prepared(around_mlps(Probe)), has=frozenset({"probes"}), layouts=_APART),
-    "adapters": Kind(make=_prepared(partial(adapt, names=LINEARS)), has=frozenset({"adapters"})),
+    "adapters": Kind(make=_prepared(adapt), has=frozenset({"adapters"})),
     "tied embeddings": Kind(
         make=partial(ModelTrainer, arguments=lambda _config: {"share_embeddings_and_output_weights": True})
     ),
