@@ -87,6 +87,17 @@ def bare_step(trainer: Trainer, micro_batches: int) -> Call:
     return bare_loop([*forward, *reversed(backward)] * micro_batches)
 
 
+class Ends(torch.autograd.Function):
+    """Rows whose gradient ends here: that of a leaf would be cloned, and added."""
+
+    @staticmethod
+    def forward(_ctx: Any, rows: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> None: ...
+
+
 class Replays:
     """The layers of a trainer that were captured for training, without the model around them."""
 
@@ -96,7 +107,7 @@ class Replays:
         self.key: Any = next(key for key in self.bank.variants if key.grad)
         self._tokens: int = self.key.capacity.tokens
         leaf = hidden_states(self._tokens, trainer.options.hidden)
-        self.hidden = leaf.clone()  # the gradient of a leaf would be cloned
+        self.hidden: Tensor = Ends.apply(leaf)  # type: ignore[no-untyped-call]
         self.grad = torch.randn_like(leaf) * 1e-3
         pack = a_pack(self._tokens)
         self._params = packed_seq_params(pack.cu_seqlens.to(trainer.device), pack.max_seqlen)

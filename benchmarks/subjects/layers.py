@@ -25,7 +25,7 @@ from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import Phases, host_seconds, in_turns, phases_us, wall_ms
 from benchmarks.measuring.results import differences
 from benchmarks.subjects.hosts import check_replays, install_for, made_quickly, prepare_rival
-from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
+from benchmarks.subjects.inside import Ends, Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack, hidden_states, model_options, variant_of
 from megagraph.bank.bank import Bank
 from megagraph.demo.packs import Pack
@@ -216,9 +216,8 @@ def measure_stack(options: ModelOptions) -> dict[str, Answer]:
         done = time.perf_counter()
         replays.end(batch)
         ended = time.perf_counter()
-        nothing = hidden.view_as(hidden)
-        backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad)) / layers
-        engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
+        backward = host_seconds(lambda: out.backward(grad)) / layers
+        engine = host_seconds(lambda: hidden.backward(grad))
         return {
             "forward": (done - begun) / layers,
             "decided": decided - start,
@@ -272,10 +271,9 @@ def measure_last(options: ModelOptions) -> Answer:
     def sample() -> dict[str, float]:
         end_reductions()
         out = replays.replayed()
-        nothing = hidden.view_as(hidden)
         with torch.autograd.set_multithreading_enabled(False):
-            backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad))
-            engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
+            backward = host_seconds(lambda: out.backward(grad))
+            engine = host_seconds(lambda: hidden.backward(grad))
         end_reductions()
         registered, launched = host_seconds(register), host_seconds(bare)
         own = backward - engine - registered - launched
@@ -327,9 +325,8 @@ class _Measured:
                         raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
                     outs.append(self._time("forward", self._bank.replay_all, self._hidden))
             while outs:
-                differentiate = partial(torch.autograd.grad, inputs=self._hidden, grad_outputs=self._grad)
-                self._time("backward", differentiate, outs.pop(0))
-                self._time("engine", differentiate, self._hidden.view_as(self._hidden))
+                self._time("backward", outs.pop(0).backward, self._grad)
+                self._time("engine", self._hidden.backward, self._grad)
             for slot in range(self._slots):
                 forward, backward = self._bare[key, slot]
                 self._time("bare forward", forward)
@@ -355,7 +352,7 @@ def measure_banks() -> dict[str, Answer]:
     for param in layers.to("cuda", torch.bfloat16).parameters():
         # The float32 gradient that Megatron's DDP would give it.
         param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
-    hidden = hidden_states(TOKENS, HIDDEN).clone()  # the gradient of a leaf would be cloned
+    hidden: Tensor = Ends.apply(hidden_states(TOKENS, HIDDEN))  # type: ignore[no-untyped-call]
     banks = [_Measured([*layers], variants, slots, hidden) for variants, slots in BANKS.values()]
     for index, bank in in_turns(banks, BANK_WARM_UP + BANK_ROUNDS):
         if index == BANK_WARM_UP:

@@ -9,6 +9,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/python_headers.h>
@@ -40,6 +41,13 @@ inline bool has_function_modes() {
 
 // While it lives, ops of this thread reach no dispatch of Python's.
 using NoDispatchModes = torch::DisableTorchDispatch;
+
+// Whether autocast keeps its casts of leaves for later calls. Returns what was so before.
+inline bool set_keeps_casts(bool is_now) {
+  const bool before = at::autocast::is_autocast_cache_enabled();
+  at::autocast::set_autocast_cache_enabled(is_now);
+  return before;
+}
 
 // Whether graphs are off, on autograd's threads too while they run backward passes of this one.
 inline bool is_skipped() {

@@ -15,11 +15,12 @@ namespace megagraph {
 namespace {
 
 struct Known {
-  py::object reference;  // weak
+  py::object reference;  // weak; null where the object takes none
+  const PyTypeObject* type;
   uint64_t serial;
 };
 struct Kept {
-  py::object object;  // takes no weak reference: held, or another one might come to its address
+  py::object object;  // held, or another one might come to its address
   uint64_t serial;
 };
 
@@ -29,7 +30,7 @@ auto& kept_objects = *new std::unordered_map<PyObject*, Kept>;
 uint64_t last_serial = 0;
 size_t next_sweep = 1024;
 
-bool is_gone(const Known& known) { return !referent(known.reference.ptr()); }
+bool is_gone(const Known& known) { return known.reference && !referent(known.reference.ptr()); }
 
 // Lets go of objects that are gone, whenever there are twice as many as were left the last time.
 void sweep() {
@@ -50,7 +51,8 @@ void release_kept() {
   }
 }
 
-// Of an object that takes no weak reference.
+// Of an object that takes no weak reference, and refers to no other one, which would live on with
+// it.
 uint64_t serial_of_kept(PyObject* object) {
   const auto found = kept_objects.find(object);
   if (found != kept_objects.end()) return found->second.serial;
@@ -65,17 +67,19 @@ uint64_t serial_of_kept(PyObject* object) {
 uint64_t serial_of(PyObject* object) {
   const auto found = known_objects.find(object);
   if (found != known_objects.end()) {
-    if (!is_gone(found->second)) return found->second.serial;
+    const Known& known = found->second;
+    const bool is_same = known.reference ? !is_gone(known) : known.type == Py_TYPE(object);
+    if (is_same) return known.serial;
     known_objects.erase(found);
   }
   auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object, nullptr));
   if (!reference) {
     PyErr_Clear();
-    return serial_of_kept(object);
+    if (!PyObject_IS_GC(object)) return serial_of_kept(object);
   }
   sweep();
   const uint64_t serial = ++last_serial;
-  known_objects.emplace(object, Known{std::move(reference), serial});
+  known_objects.emplace(object, Known{std::move(reference), Py_TYPE(object), serial});
   return serial;
 }
 

@@ -79,10 +79,15 @@ bool is_a(PyObject* value, const py::object& type) {
   return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type.ptr()));
 }
 
+// Another one of its type may come to its address.
+bool takes_no_weak_reference(PyObject* value) {
+  return Py_TYPE(value)->tp_weaklistoffset == 0 && !PyType_Check(value);
+}
+
 // Such as a Decimal, or one of numpy's: each is a new object. Its hash is the same for -1 and -2.
-size_t of_number_or_identity(PyObject* value) {
-  const bool may_be_number = Py_TYPE(value)->tp_weaklistoffset == 0 && !PyType_Check(value);
-  if (!may_be_number || !py::isinstance(value, types().number)) return of_identity(value);
+bool is_number(PyObject* value) { return py::isinstance(value, types().number); }
+
+size_t of_its_text(PyObject* value) {
   return combined(of_type(value), static_cast<size_t>(py::hash(py::repr(py::handle(value)))));
 }
 
@@ -160,8 +165,14 @@ size_t ValueHasher::operator()(PyObject* value) {
   } else if (PyObject* fields = fields_of(value)) {
     meet_mutable();
     hash = combined(of_identity(value), of_slots(value, fields));
+  } else if (takes_no_weak_reference(value) && is_number(value)) {
+    hash = of_its_text(value);
+  } else if (takes_no_weak_reference(value) &&
+             PyType_HasFeature(Py_TYPE(value), Py_TPFLAGS_HEAPTYPE)) {
+    meet_mutable();
+    hash = combined(of_identity(value), of_members(value));
   } else {
-    hash = of_number_or_identity(value);
+    hash = of_identity(value);
   }
   --depth_;
   dicts_ = dicts;
@@ -214,6 +225,19 @@ size_t ValueHasher::of_slots(PyObject* object, PyObject* fields) {
   for (const auto& [name, field] : py::reinterpret_borrow<py::dict>(fields)) {
     const py::object value = py::getattr(py::handle(object), name, py::none());
     hash.mix((*this)(value.ptr()));
+  }
+  return hash.value();
+}
+
+// Of any other object with slots.
+size_t ValueHasher::of_members(PyObject* object) {
+  Hash hash;
+  for (const py::handle base : py::reinterpret_borrow<py::tuple>(Py_TYPE(object)->tp_mro)) {
+    for (const auto& [name, member] : base.attr("__dict__").attr("copy")().cast<py::dict>()) {
+      if (Py_TYPE(member.ptr()) != &PyMemberDescr_Type) continue;
+      const py::object value = py::getattr(py::handle(object), name, py::none());
+      hash.mix((*this)(value.ptr()));
+    }
   }
   return hash.value();
 }

@@ -4,10 +4,11 @@
 // Note [Values]
 // By content: None, flags, numbers of any type, strings, enumerations, dtypes, devices, and tuples,
 // lists, sets and dictionaries of values; dataclasses and namespaces (a model's configuration),
-// attribute by attribute. By identity: modules, functions and other callables, classes, and every
-// other object. A tensor is one object at one address; one without dimensions that stays on the
-// host beside graphs on a device is its number besides, which a kernel takes by value. Contents end
-// at a depth of eight, and at 4,096 entries of one container; what is met again is hashed once.
+// attribute by attribute, and objects whose slots are all that they have. By identity: modules,
+// functions and other callables, classes, and every other object. A tensor is one object at one
+// address; one without dimensions that stays on the host beside graphs on a device is its number
+// besides, which a kernel takes by value. Contents end at a depth of eight, and at 4,096 entries of
+// one container; what is met again is hashed once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -40,6 +41,7 @@ class ValueHasher {
   size_t of_entries(PyObject* dict);
   size_t of_set(PyObject* set);
   size_t of_slots(PyObject* object, PyObject* fields);
+  size_t of_members(PyObject* object);
   size_t of_tensor(PyObject* value);
   // Of what nobody can watch.
   void meet_mutable();

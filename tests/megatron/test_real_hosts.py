@@ -125,7 +125,7 @@ def replay_costs(trainer: Trainer) -> dict[str, int]:
     trainer.model.zero_grad_buffer()
 
     def replay() -> None:
-        torch.autograd.grad(replays.replayed(), replays.hidden, replays.grad)
+        replays.replayed().backward(replays.grad)
 
     replay()
     torch.cuda.synchronize()

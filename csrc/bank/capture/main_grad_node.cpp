@@ -2,12 +2,13 @@
 #include "csrc/bank/capture/main_grad_node.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <limits>
 #include <utility>
+
+#include "csrc/torch/thread_state.h"
 
 namespace megagraph {
 
@@ -77,8 +78,7 @@ void AccumulatorSwap::install() {
   TORCH_CHECK(!installed_, "the accumulators are swapped already");
   installed_ = true;
   // Casts of weights that autocast keeps lead to their accumulators of now, and hold their values.
-  kept_casts_ = at::autocast::is_autocast_cache_enabled();
-  at::autocast::set_autocast_cache_enabled(false);
+  kept_casts_ = set_keeps_casts(false);
   for (Swapped& swapped : swapped_) {
     swapped.original = accumulator_of(swapped.param);
     set_accumulator(swapped.param, swapped.ours);
@@ -90,7 +90,7 @@ void AccumulatorSwap::join() { additions_->join(); }
 void AccumulatorSwap::restore() noexcept {
   if (!installed_) return;
   installed_ = false;
-  at::autocast::set_autocast_cache_enabled(kept_casts_);
+  set_keeps_casts(kept_casts_);
   additions_->forget();
   // In reverse, so that a parameter listed twice gets its first accumulator back.
   for (auto it = swapped_.rbegin(); it != swapped_.rend(); ++it) {
