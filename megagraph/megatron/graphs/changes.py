@@ -95,10 +95,11 @@ class Changes:
 
     def _look_closer(self, *, runs_eager: bool, captures: bool) -> None:
         """Learns what keeps other ranks' steps eager as well, and drops the same graphs as they."""
-        watch = self._captures.watch  # a change may begin another one
+        bank, watch = self._captures.bank, self._captures.watch  # a change may begin others
+        had_graphs = bool(bank.variants)  # which another layer makes this rank alone drop
         changed = None if runs_eager else self._captures.what_changed()
         is_away = not runs_eager and watch.are_gradients_away
-        said = self._local_state(has_changed=changed is not None)
+        said = self._local_state(has_changed=changed is not None, had_graphs=had_graphs)
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
         is_partial = changed is None or self._captures.have_only_gradients_moved
         self.reason = None if is_partial else stops
@@ -212,15 +213,15 @@ class Changes:
 
     def begin(self) -> None:
         """Meets the first state, with all ranks of the group."""
-        self._agree_on_state(self._peers.max_over_ranks(self._local_state(has_changed=False)))
+        self._agree_on_state(self._peers.max_over_ranks(self._local_state()))
 
-    def _local_state(self, *, has_changed: bool) -> Sequence[int]:
+    def _local_state(self, *, has_changed: bool = False, had_graphs: bool = False) -> Sequence[int]:
         """What this rank tells the others of its state, for `_agree_on_state()`."""
         watch = self._captures.watch
         if has_changed:  # there may be other modules
             watch.follow_modules()
         settings = _C.numeric_settings(self._captures.device)
-        return self._states.local_state(self._peers.rank(), watch.whole_state(), settings)
+        return [int(had_graphs), *self._states.local_state(self._peers.rank(), watch.whole_state(), settings)]
 
     def _agree_on_state(self, largest: Sequence[int]) -> None:
         """Learns the group's state from the largest of each value that a rank has said.
@@ -228,8 +229,8 @@ class Changes:
         Raises `RuntimeError` if the ranks' last calls were in different states, naming what differs. Not
         while nothing has been captured: no rank can have replayed.
         """
-        bank, states = self._captures.bank, self._states
-        if not states.agree(largest) and bank.variants:
+        states, (had_graphs, *of_calls) = self._states, largest
+        if not states.agree(of_calls) and had_graphs:
             of_ranks = self._peers.gather(self._what_changed() or "nothing")
             said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
             raise RuntimeError(
