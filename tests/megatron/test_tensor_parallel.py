@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -403,6 +404,19 @@ def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: Worl
     """Somebody holds a slot of rank 0 alone. A rank that captured by itself would wait in a collective."""
     for report in disagreeing(world2, {1: "hold"}):
         rig.ran(report, WARMING_UP=2 * STEP_CALLS)
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_tables_of_packs_that_run_as_given_go_under_sequence_parallelism() -> None:
+    """Bug: a table of each longest document stayed for ever."""
+    megagraph.install(rig.graph_config())
+    trainer = parallel_jobs.model(config=SHARED_ROWS)
+    seen: list[weakref.ref[Tensor]] = []
+    rig.hands(trainer.chunk.decoder, lambda it: seen.append(weakref.ref(it["rotary_pos_emb"])) or it)
+    for rows in range(2, 50, 2):
+        rig.evaluate(trainer, [rope_rig.Declared(lengths=(2, rows), max_seqlen=2 + rows)])
+    trainer.chunk.rotary_pos_emb.forward.cache_clear()  # Megatron's own
+    assert len(seen) == 24 and len([it for it in seen if it() is not None]) == 1
 
 
 @on_ranks(2, tensor_parallel=2)

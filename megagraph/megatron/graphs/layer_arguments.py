@@ -51,7 +51,7 @@ class LayerArguments(dict[VariantKey, Constants]):
         self.is_by_token = getattr(model, "position_embedding_type", None) == "mrope"
         # Whether the layers were handed the model's own table when that was last asked; None before.
         self.are_own: bool | None = None
-        self._own_tables: dict[int, Constants] = {}  # by rows
+        self._own_table: dict[int, Constants] = {}  # the last one, by its rows
 
     def of(self, key: VariantKey, params: Any, hidden_states: Tensor) -> Constants:
         """Those of a variant; found with a canonical pack of it, and hidden states on the meta device."""
@@ -94,12 +94,12 @@ class LayerArguments(dict[VariantKey, Constants]):
         Waits for the device if the table was not known and has the shape of the model's own.
         """
         rows: int = params.max_seqlen_q
-        known = self._own_tables.get(rows)
+        known = self._own_table.get(rows)
         self.are_own = table is None or (known is not None and known.is_equal("rotary_pos_emb", table))
         if not self.are_own:
             # A host's model may make its tables of more than a pack's length.
             with contextlib.suppress(Exception):
-                own = self._own_tables[rows] = Constants(self._make(params, hidden_states))
+                self._own_table = {rows: (own := Constants(self._make(params, hidden_states)))}
                 self.are_own = own.is_equal("rotary_pos_emb", table)
         return self.are_own
 
