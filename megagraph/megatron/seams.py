@@ -31,7 +31,7 @@ __all__ = [
     *("hybrid_seams", "is_megatrons_rope", "is_replaced", "made_in"),
     *("misfits", "moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
     *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
-    *("router_losses_count_ranks", "stand_in", "unfit"),
+    *("router_losses_count_ranks", "stand_in", "unfit", "YARN_EMBEDDING"),
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -192,8 +192,10 @@ MLA_KEY_ROPE = Seam(
 )
 # Says which modules make rotary tables of their own.
 MLA_ATTENTION = Seam(_MLA, "MultiLatentAttention.forward", "hidden_states attention_mask packed_seq_params")
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+YARN_EMBEDDING = Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_cached_cos_sin")
 # What unfused RoPE calls, by name in its own module. Our op has the bits of the release's own.
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_ROPE = f"{_EMBEDDINGS}.rope_utils"
 _ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
 # Transformer Engine's, which Megatron's RoPE calls, whoever has imported that; None without one.
 FUSED_ROPE = Seam(_ROPE, "fused_apply_rotary_pos_emb_thd", "t cu_seqlens freqs cp_size cp_rank")

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megagraph import _C
 from megagraph.bank.sites import SiteSpec
+from megagraph.megatron.seams import YARN_EMBEDDING
 
 __all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "keys_of", "watch", "weakly"]
 
@@ -97,14 +98,14 @@ IGNORED_ATTRIBUTES = frozenset(
         *("grad_scale_func", "timers"),
     }
 )
-# YaRN's cosines, which a longer pack replaces. Graphs read tables of their own (graphs/layer_arguments.py).
-_UNREAD_BUFFERS = ("cos_cached", "sin_cached")
 
 
 def _modules_of(specs: Sequence[SiteSpec]) -> list[tuple[nn.Module, bool]]:
     """The modules of the sites that are there, and whether graphs read their parameters and buffers."""
+    # Which has cosines that a longer pack replaces. Graphs read their own tables: graphs/layer_arguments.py.
+    yarn = YARN_EMBEDDING.owner()
     return [
-        (module, module in owners)
+        (module, module in owners and not isinstance(module, yarn))
         for spec in specs
         if not spec.is_gone
         for owners in [{*spec.owners()}]
@@ -135,7 +136,7 @@ class LayerWatch(_C.ModuleWatch):
         is_expected_hook: Callable[[Callable[..., Any]], bool],
         stay_eager: Collection[int] = (),
     ) -> None:
-        super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs), _UNREAD_BUFFERS)
+        super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs), ())
         self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
         self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
         self.stay_eager = {*stay_eager}

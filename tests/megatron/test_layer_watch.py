@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from torch import nn
 
 from megagraph.bank.sites import SiteSpec, ineligible_sites
@@ -125,6 +126,7 @@ class Owner(nn.Module):
         self.store = torch.ones(4)
         self.register_buffer("scale", self.store[:3])
         self.inner.register_buffer("cos_cached", torch.ones(3))
+        self.yarn = YarnRotaryEmbedding(4, original_max_position_embeddings=8, use_cpu_initialization=True)
         with_main_grads(self)
 
 
@@ -170,6 +172,8 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a buffer of more rows": (lambda it: setattr(it, "scale", it.store[:4]), _MOVED),
     "a buffer of another dtype": (lambda it: setattr(it, "scale", it.store[:3].view(torch.int32)), _MOVED),
     "a parameter transposed": (lambda it: setattr(it.inner.weight, "data", it.inner.weight.data.t()), _MOVED),
+    # Bug: it went unnoticed in any module.
+    "a buffer called as YaRN's": (lambda it: setattr(it.inner, "cos_cached", torch.ones(7)), _MOVED),
     "a submodule replaced": (lambda it: setattr(it, "norm", nn.LayerNorm(3)), _MOVED),
     "an empty submodule replaced": (lambda it: setattr(it, "nothing", nn.Identity()), _OTHERS),
     "an empty submodule beside a gradient in other memory": (_gradient_and_a_child, _OTHERS),
@@ -208,7 +212,7 @@ def test_gradients_without_memory_are_away_and_have_not_moved() -> None:
 
 
 UNREAD: dict[str, Callable[[Any], object]] = {
-    "yarn's cosines": lambda owner: setattr(owner.inner, "cos_cached", torch.ones(7)),
+    "YaRN's cosines": lambda owner: owner.yarn.get_cached_cos_sin(16),
     "a parameter of the module itself": lambda owner: _moved(owner.own),
     "its memory": lambda owner: owner.own.untyped_storage().resize_(0),
     "its gradient": lambda owner: _moved(owner.own.main_grad),
@@ -221,7 +225,7 @@ UNREAD: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("what", UNREAD)
 def test_what_graphs_do_not_read_may_change(what: str) -> None:
     (owner := Owner()).norm.add_module("part", nn.Identity())
-    watched = Watched(owner, parts=("inner", "norm.part"))
+    watched = Watched(owner, parts=("inner", "yarn", "norm.part"))
     UNREAD[what](owner)
     assert watched.look() is None and watched.watch.has_memory(grad=True)
     owner.norm.register_forward_hook(lambda *_: None)
