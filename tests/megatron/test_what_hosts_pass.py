@@ -5,12 +5,12 @@ import dataclasses
 import inspect
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import Holder, frozen_model
+from host_rig import Holder, OwnModel, frozen_model, host_pair
 from mamba_rig import Documented
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
@@ -123,11 +123,15 @@ def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(is_field: bool
     assert "reads `temperature`, which the host has put on its packs" in report["failures"][0]
 
 
+NEEDS_EXTRACTION = pytest.mark.skipif(
+    "extract_layer_indices" not in inspect.signature(TransformerBlock.forward).parameters,
+    reason="this release of megatron-core has no extract_layer_indices",
+)
+
+
+@NEEDS_EXTRACTION
 def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
     """Bug: `extract_layer_indices` ended in an AttributeError."""
-    forward_of_block = inspect.unwrap(TransformerBlock.forward)
-    if "extract_layer_indices" not in inspect.signature(forward_of_block).parameters:
-        pytest.skip("this release of megatron-core has no extract_layer_indices")
     pair.step(rig.ONE, times=4)
     before = pair.report()
     seen: list[Tensor] = []
@@ -142,6 +146,30 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
             call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
     assert len(seen) == 2 * 2 and all(map(torch.equal, seen[:2], seen[2:]))
     assert rig.eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
+
+
+class ExtractingModel(OwnModel):
+    """Sees what its first layer leaves in each call."""
+
+    asked: ClassVar = {"extract_layer_indices": {0}}
+
+    def tables(self, *given: Any) -> Any:
+        hidden, tables = super().tables(*given)
+        return hidden, {**tables, **self.asked}
+
+    def run(self, *given: Any) -> Any:
+        rows = lambda _block, _args, out: sum(out[1], out[0])  # noqa: E731
+        with self.decoder.register_forward_hook(rows):
+            return super().run(*given)
+
+
+@NEEDS_EXTRACTION
+def test_layers_that_a_hosts_own_forward_sees_run_eager() -> None:
+    """Bug: the first canonical pack ended in a TypeError."""
+    pair = host_pair(ExtractingModel)
+    pair.step(rig.ONE, rig.TWO, times=3)
+    report = pair.ran(0, failures=1, WARMING_UP=4 * rig.LAYERS, SCOPE_UNSUPPORTED=2 * rig.LAYERS)
+    assert "extract_layer_indices" in report["failures"][0]
 
 
 def test_a_table_that_equalled_the_captures_is_compared_again_once_either_is_written() -> None:

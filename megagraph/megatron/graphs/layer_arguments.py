@@ -82,6 +82,8 @@ class LayerArguments(dict[VariantKey, Constants]):
                 )
             finally:
                 kept.put_all_back()
+        if made.get("extract_layer_indices"):
+            raise ValueError("it looks at rows between the layers: extract_layer_indices")
         table: Any = made.get("rotary_pos_emb")
         rows: Any = of_short.get("rotary_pos_emb")
         if isinstance(table, Tensor) and not torch.equal(table[: len(rows)], rows):
