@@ -24,14 +24,14 @@ __all__ = [
     *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
     *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "GPT_PLAN", "HYBRID_FORWARD"),
     *("HYBRID_STACK_FORWARD", "KEPT_BY_STACKS", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS"),
-    *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_SEQ_PARAMS"),
-    *("PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP", "PREDICTION_FORWARD", "RNG_TRACKER"),
-    *("ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP", "SUPPORTED", "Seam"),
+    *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_ROPE"),
+    *("PACKED_SEQ_PARAMS", "PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP"),
+    *("PREDICTION_FORWARD", "RNG_TRACKER", "ROUTER_FORWARD", "ROUTING", "ROWS_ROPE", "SAVING_GROUP"),
+    *("SCHEDULES", "STAGE_GROUP", "SUPPORTED", "YARN_EMBEDDING", "Seam"),
     *("as_before", "called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
-    *("hybrid_seams", "is_megatrons_rope", "is_replaced", "made_in"),
-    *("misfits", "moe_metrics", "moe_records", "nodes_of", "packs_say_documents", "permutation_sorts"),
-    *("plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
-    *("router_losses_count_ranks", "stand_in", "unfit", "YARN_EMBEDDING"),
+    *("hybrid_seams", "is_replaced", "made_in", "misfits", "moe_metrics", "moe_records", "nodes_of"),
+    *("packs_say_documents", "permutation_sorts", "plans_free_what_one_expert_reads"),
+    *("replaced_choice", "replaced_rope", "router_losses_count_ranks", "stand_in", "unfit"),
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -194,10 +194,14 @@ MLA_KEY_ROPE = Seam(
 MLA_ATTENTION = Seam(_MLA, "MultiLatentAttention.forward", "hidden_states attention_mask packed_seq_params")
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 YARN_EMBEDDING = Seam(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_cached_cos_sin")
-# What unfused RoPE calls, by name in its own module. Our op has the bits of the release's own.
+# What RoPE calls, by name in its own module, whoever has imported that: of packs, and of rows that have
+# frequencies of their own. Our op has the bits of the release's own.
 _ROPE = f"{_EMBEDDINGS}.rope_utils"
-_ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
-# Transformer Engine's, which Megatron's RoPE calls, whoever has imported that; None without one.
+PACKED_ROPE = Seam(
+    _ROPE, "_apply_rotary_pos_emb_thd", "t cu_seqlens freqs rotary_interleaved mscale cp_group"
+)
+ROWS_ROPE = Seam(_ROPE, "_apply_rotary_pos_emb_bshd")
+# Transformer Engine's; None without one.
 FUSED_ROPE = Seam(_ROPE, "fused_apply_rotary_pos_emb_thd", "t cu_seqlens freqs cp_size cp_rank")
 ENGINE_ATTENTION = Seam(
     "megatron.core.extensions.transformer_engine",
@@ -216,20 +220,11 @@ def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:
     """The name of a host's function in place of one of Megatron's RoPE that our ops reproduce, or None."""
     if is_fused and not is_mla:
         return None  # Transformer Engine's, which stays
+    module, seams = _ROPE, [MLA_ROPE if is_mla else ATTENTION_ROPE, PACKED_ROPE, ROWS_ROPE]
     if is_fused:
         module, seams = "megatron.core.fusions.fused_mla_yarn_rope_apply", [MLA_QUERY_ROPE, MLA_KEY_ROPE]
-    else:
-        module, seams = _ROPE, [MLA_ROPE if is_mla else ATTENTION_ROPE]
-    own = vars(importlib.import_module(module))
-    parts = [own[name] for name in _ROPE_PARTS if name in own]
-    functions = (*(_below_ours(seam.function()) for seam in seams), *parts)
+    functions = (_below_ours(seam.function()) for seam in seams)
     return next((called_name(function) for function in functions if made_in(function) != module), None)
-
-
-def is_megatrons_rope(function: Callable[..., Any]) -> bool:
-    """Whether unfused RoPE of packs is Megatron's, `function` and what it calls for them."""
-    part = getattr(importlib.import_module(_ROPE), _ROPE_PARTS[0])
-    return made_in(function) == made_in(part) == _ROPE
 
 
 @functools.cache
@@ -390,6 +385,7 @@ def is_replaced(module: Any, seam: Seam) -> bool:
 
 _OF_ALL_MODELS = (
     *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE),
+    *(PACKED_ROPE, ROWS_ROPE),
     *(*_CAPTURE_FLAGS, RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
     *(DATA_AND_CONTEXT_GROUP, STAGE_GROUP, _HYBRID_GROUPS),
 )

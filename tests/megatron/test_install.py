@@ -35,8 +35,7 @@ pytestmark = pytest.mark.both
 
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 
-ROPE = (seams.ATTENTION_ROPE, seams.MLA_ROPE)
-OF_GPT = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE)
+OF_GPT = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, seams.PACKED_ROPE)
 SEAMS = (*OF_GPT, *(seams.hybrid_seams() or ()))
 
 

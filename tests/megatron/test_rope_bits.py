@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import logging
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -203,6 +204,26 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
     assert len(calls) == 3 * (2 * 2 * rig.LAYERS * 2)  # runs of micro-batches of layers of queries and keys
     rig.ran(report, failures=1, SCOPE_UNSUPPORTED=2 * 2 * rig.LAYERS)
     assert "of_a_host" in report["failures"][0]
+
+
+def _import_rope(model: Any) -> None:
+    """As Llama4SelfAttention of Megatron-Bridge does: its forward is in a module of its own."""
+    for layer in model.decoder.layers:
+        theirs: Any = type(layer.self_attention)
+        plain = inspect.unwrap(theirs.forward)
+        names = {**plain.__globals__, "apply_rotary_pos_emb": rope_utils.apply_rotary_pos_emb}
+        forward = types.FunctionType(plain.__code__, {**names, "__name__": "a host's"}, "forward")
+        forward.__defaults__, forward.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
+        layer.self_attention.__class__ = type("HostsAttention", (theirs,), {"forward": forward})
+
+
+@pytest.mark.both
+def test_attention_that_has_imported_megatrons_rope_itself_replays() -> None:
+    """Bug: it got Megatron's, which takes no rows behind the last document."""
+    steps: Steps = [[rig.ONE, rig.TWO]] * 3
+    _eager, graphed = rope_rig.padded_modes(steps, prepare=_import_rope)
+    rig.ran(graphed.report, WARMING_UP=2 * rig.LAYERS)
+    assert_same_bits(graphed, run("graph", steps))
 
 
 # -- frequencies of each token -------------------------------------------------------------------

@@ -15,7 +15,7 @@ from megagraph.megatron import seams
 from megagraph.megatron.patch import inside_layers
 from megagraph.megatron.patch.inside_layers import (
     wrap_engine_attention,
-    wrap_fused_rope,
+    wrap_foreign_rope,
     wrap_mla_rope,
     wrap_rope,
 )
@@ -37,19 +37,26 @@ class Megatrons:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def function(
+    def packed(
         self,
         t: Tensor,
+        cu_seqlens: Tensor,
         freqs: Tensor,
-        config: Any,
-        cu_seqlens: Tensor | None = None,
+        rotary_interleaved: bool = False,
+        mla_rotary_interleaved: bool = False,
         mscale: float = 1.0,
         cp_group: Any = None,
-        mla_rotary_interleaved: bool = False,
         **more: bool,
     ) -> Tensor:
         asked = {"mla_rotary_interleaved": True} if mla_rotary_interleaved else {}
         self.calls.append({"cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": cp_group, **asked, **more})
+        return self.doubled(t, cu_seqlens)
+
+    def of_a_host(
+        self, t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, cp_group: Any = None
+    ) -> Tensor:
+        """In place of the name that attention calls."""
+        self.calls.append({"cu_seqlens": cu_seqlens, "cp_group": cp_group})
         return self.doubled(t, cu_seqlens)
 
     def fused(self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -68,11 +75,6 @@ class Megatrons:
         return out
 
 
-def config(**changes: bool) -> Any:
-    fields = {"apply_rope_fusion": False, "rotary_interleaved": False, "multi_latent_attention": False}
-    return SimpleNamespace(**(fields | changes))
-
-
 def canonical(*ends: int) -> Tensor:
     offsets = torch.tensor(ends, dtype=torch.int32)
     names = [f"cu_seqlens_{of}{kind}" for of in ("q", "kv") for kind in ("", "_padded")]
@@ -88,50 +90,78 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     return t, torch.randn(TOKENS, 1, 1, WIDTH, generator=generator), canonical(*ENDS)
 
 
-def test_fused_a_canonical_pack_is_megatrons_own_business_but_for_the_kernel_that_it_calls() -> None:
-    """Bug: attention of a host's, which had imported Megatron's function, got the kernel's tail."""
+def test_a_pack_as_it_was_given_is_megatrons_own_business() -> None:
     megatrons, alone = Megatrons(), group(1)
-    t, freqs, cu_seqlens = operands()
-    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, alone)
-    assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "mscale": SCALE, "cp_group": alone}]
-    assert out[ENDS[-1] :].isnan().all()
+    t, freqs, _ = operands()
     given = torch.tensor(ENDS, dtype=torch.int32)
+    assert (
+        wrap_rope(megatrons.packed)(t, given, freqs, mscale=SCALE, cp_group=alone)[ENDS[-1] :].isnan().all()
+    )
     assert wrap_fused_rope(megatrons.fused)(t, given, freqs, 1, 0)[ENDS[-1] :].isnan().all()
+    assert wrap_hosts_rope(megatrons.of_a_host)(t, freqs, None, cu_seqlens=given)[ENDS[-1] :].isnan().all()
+    wrap_hosts_rope(megatrons.of_a_host)(t, freqs, None)
+    assert megatrons.calls == [
+        {"cu_seqlens": given, "mscale": SCALE, "cp_group": alone},
+        {"cu_seqlens": given, "cp_size": 1, "cp_rank": 0},
+        {"cu_seqlens": given, "cp_group": None},
+        {"cu_seqlens": None, "cp_group": None},
+    ]
 
 
 def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
+    megatrons, alone = Megatrons(), group(1)
+    t, freqs, cu_seqlens = operands()
+    rope = wrap_rope(megatrons.packed)
+    rope(t, cu_seqlens, freqs, False, True, SCALE, alone, more=True)
+    assert [(call["mla_rotary_interleaved"], call["more"]) for call in megatrons.calls] == [(True, True)]
+    assert megatrons.calls[0]["cu_seqlens"] is cu_seqlens and megatrons.calls[0]["cp_group"] is alone
+    rope(t, cu_seqlens, freqs, False, True, SCALE, alone, more=False)
+    assert len(megatrons.calls) == 1
+    rope(t, cu_seqlens, freqs)  # which says that it wants a group
+    assert len(megatrons.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "layout"),
+    [
+        ({}, "neox"),
+        ({"rotary_interleaved": True}, "interleaved"),
+        ({"mla_rotary_interleaved": False}, "neox"),
+        ({"mla_rotary_interleaved": True}, "mla_interleaved"),
+        ({"multi_latent_attention": True, "rotary_interleaved": True}, "mla_interleaved"),
+    ],
+    ids=str,
+)
+def test_a_call_says_how_pairs_are_interleaved(asked: dict[str, bool], layout: RopeLayout) -> None:
     megatrons = Megatrons()
     t, freqs, cu_seqlens = operands()
-    rope = wrap_rope(megatrons.function)
-    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=True, more=True)
-    assert [(call["mla_rotary_interleaved"], call["more"]) for call in megatrons.calls] == [(True, True)]
-    assert megatrons.calls[0]["cu_seqlens"] is cu_seqlens
-    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=True, more=False)
-    assert len(megatrons.calls) == 1
-
-
-@pytest.mark.parametrize(("asked", "layout"), [(None, "neox"), (False, "neox"), (True, "mla_interleaved")])
-def test_where_a_call_says_how_mla_is_interleaved_its_config_does_not(
-    asked: bool | None, layout: RopeLayout
-) -> None:
-    megatrons, of_config = Megatrons(), config(multi_latent_attention=True)
-    t, freqs, cu_seqlens = operands()
-    given = {} if asked is None else {"mla_rotary_interleaved": asked}
-    out = wrap_rope(megatrons.function)(t, freqs, of_config, cu_seqlens, SCALE, **given)
+    out = wrap_rope(megatrons.packed)(t, cu_seqlens, freqs, mscale=SCALE, cp_group=group(1), **asked)
     assert torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=layout, mscale=SCALE))
     assert megatrons.calls == [] and not out[ENDS[-1] :].any()
 
 
+def wrap_fused_rope(function: Callable[..., Any]) -> Callable[..., Any]:
+    return wrap_foreign_rope(seams.FUSED_ROPE, function)
+
+
+def wrap_hosts_rope(function: Callable[..., Any]) -> Callable[..., Any]:
+    return wrap_foreign_rope(seams.ATTENTION_ROPE, function)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_fused_kernel_runs_and_its_tail_is_zero_there_and_back(ranks: int) -> None:
+@pytest.mark.parametrize("whose", ["the engine's", "a host's"])
+def test_a_foreign_rope_runs_and_its_tail_is_zero_there_and_back(whose: str, ranks: int) -> None:
     """It leaves rows past the last offset as it finds them. Offsets are those of all ranks."""
     megatrons = Megatrons()
     t, freqs, _ = operands()
-    cu_seqlens = canonical(*(ranks * end for end in ENDS))
+    cu_seqlens, of_ranks = canonical(*(ranks * end for end in ENDS)), group(ranks)
     t.requires_grad_()
-    out = wrap_fused_rope(megatrons.fused)(t, cu_seqlens, freqs, cp_size=ranks, cp_rank=0)
-    (call,) = megatrons.calls
-    assert call == {"cu_seqlens": cu_seqlens, "cp_size": ranks, "cp_rank": 0}
+    if whose == "a host's":
+        out = wrap_hosts_rope(megatrons.of_a_host)(t, freqs, None, cu_seqlens=cu_seqlens, cp_group=of_ranks)
+        assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "cp_group": of_ranks}]
+    else:
+        out = wrap_fused_rope(megatrons.fused)(t, cu_seqlens, freqs, cp_size=ranks, cp_rank=0)
+        assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "cp_size": ranks, "cp_rank": 0}]
     assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
     assert torch.equal(out[ENDS[-1] :], torch.zeros_like(out[ENDS[-1] :]))
     out.backward(torch.ones_like(out) + megatrons.tail(out, NAN))

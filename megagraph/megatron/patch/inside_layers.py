@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megagraph._C import is_by_token, is_canonical, with_tail_as_document
-from megagraph.megatron.seams import MLA_QUERY_ROPE, Seam, is_megatrons_rope
+from megagraph._C import by_name, is_by_token, is_canonical, with_tail_as_document
+from megagraph.megatron.seams import MLA_QUERY_ROPE, ROWS_ROPE, Seam
 from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla
 
 __all__ = [
-    *("wrap_documents", "wrap_engine_attention", "wrap_fused_rope", "wrap_mla_rope", "wrap_rope"),
+    *("wrap_documents", "wrap_engine_attention", "wrap_foreign_rope", "wrap_mla_rope", "wrap_rope"),
 ]
 
 _Function = Callable[..., Any]
@@ -58,58 +58,46 @@ def _without_gradient_tail(t: Tensor, offsets: Tensor) -> Tensor:
     )
 
 
-_INTERLEAVED = "mla_rotary_interleaved"
+_OF_MLA = {"multi_latent_attention", "mla_rotary_interleaved"}  # by release
+_KNOWN = {"rotary_interleaved", "mscale", "cp_group", *_OF_MLA}
 
 
 def wrap_rope(original: _Function) -> _Function:
-    """Wraps `apply_rotary_pos_emb` as a module of attention sees it."""
-    tables = RotaryTables()
-    # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
-    by_config = _INTERLEAVED not in inspect.signature(original).parameters
+    """Wraps Megatron's `_apply_rotary_pos_emb_thd`, which reads offsets on the host."""
+    tables, names = RotaryTables(), [*inspect.signature(original).parameters][3:]
 
-    def apply_rotary_pos_emb(
-        t: Tensor,
-        freqs: Tensor,
-        config: Any,
-        cu_seqlens: Tensor | None = None,
-        mscale: float = 1.0,
-        cp_group: Any = None,
-        **rest: Any,
-    ) -> Any:
-        further = {name for name, value in rest.items() if value}
-        asks_more = config.apply_rope_fusion or not further <= {_INTERLEAVED}
-        if cu_seqlens is None or not is_canonical(cu_seqlens) or asks_more:
-            return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
-        cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **named: Any) -> Any:
+        _rest, how = by_name(names, args, named)
+        asks_more = not {name for name, value in how.items() if value} <= _KNOWN
+        if how.get("cp_group") is None or asks_more or not is_canonical(cu_seqlens):
+            return original(t, cu_seqlens, freqs, **how)
+        cp_group, mscale = how.pop("cp_group"), how.get("mscale", 1.0)
+        cp_size, cp_rank = cp_group.size(), cp_group.rank()
         if is_by_token(cu_seqlens):
             end = _end_of_rows(cu_seqlens, cp_size)
-            rows = _without_gradient_tail(t, end)
-            if is_megatrons_rope(original):  # which reads offsets on the host, to give each row its own
-                rotated = original(rows[:, None], freqs, config, None, mscale, cp_group, **rest).squeeze(1)
-            else:
-                rotated = original(rows, freqs, config, cu_seqlens, mscale, cp_group, **rest)
-            return _without_tail(rotated, end)
-        layout: RopeLayout = "interleaved" if config.rotary_interleaved else "neox"
-        if config.multi_latent_attention if by_config else _INTERLEAVED in further:
+            rows = _without_gradient_tail(t, end)[:, None]
+            return _without_tail(ROWS_ROPE.function()(rows, freqs, **how).squeeze(1), end)
+        layout: RopeLayout = "interleaved" if how.get("rotary_interleaved") else "neox"
+        if any(how.get(name) for name in _OF_MLA):
             layout = "mla_interleaved"
         return tables.rotate(
             t, freqs, cu_seqlens, layout=layout, mscale=mscale, cp_size=cp_size, cp_rank=cp_rank
         )
 
-    return apply_rotary_pos_emb
+    return rotate
 
 
-def wrap_fused_rope(original: _Function) -> _Function:
-    """Wraps `fused_apply_rotary_pos_emb_thd`, which leaves rows past the last offset as it finds them."""
+def wrap_foreign_rope(seam: Seam, original: _Function) -> _Function:
+    """Wraps Transformer Engine's or a host's: it may leave rows past the last offset as it finds them."""
+    _t, *names = seam.takes.split()
 
-    def rotate(
-        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, **rest: Any
-    ) -> Any:
-        if not is_canonical(cu_seqlens):
-            return original(t, cu_seqlens, freqs, cp_size, cp_rank, **rest)
-        end = _end_of_rows(cu_seqlens, cp_size)
-        rotated = original(_without_gradient_tail(t, end), cu_seqlens, freqs, cp_size, cp_rank, **rest)
-        return _without_tail(rotated, end)
+    def rotate(t: Tensor, *args: Any, **named: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **named}
+        cu_seqlens, cp_group = given.get("cu_seqlens"), named.get("cp_group")
+        if cu_seqlens is None or not is_canonical(cu_seqlens):
+            return original(t, *args, **named)
+        end = _end_of_rows(cu_seqlens, given.get("cp_size", 1) if cp_group is None else cp_group.size())
+        return _without_tail(original(_without_gradient_tail(t, end), *args, **named), end)
 
     return rotate
 

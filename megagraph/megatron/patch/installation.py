@@ -82,14 +82,16 @@ def _wrap_all(plugin: Plugin) -> None:
         if not seams.packs_say_documents():
             _wrap(seams.MIXER_DOCUMENTS, inside_layers.wrap_documents)
     _wrap(seams.PREDICTION_FORWARD, of(forwards.wrap_prediction))
-    _wrap(seams.ATTENTION_ROPE, inside_layers.wrap_rope)
-    _wrap(seams.MLA_ROPE, inside_layers.wrap_rope)
+    for seam in (seams.ATTENTION_ROPE, seams.MLA_ROPE, seams.PACKED_ROPE, seams.FUSED_ROPE):
+        function = seam.function()
+        if function is not None and seams.made_in(function) != seams.PACKED_ROPE.module:
+            _wrap(seam, functools.partial(inside_layers.wrap_foreign_rope, seam))
+        elif seam is seams.PACKED_ROPE:
+            _wrap(seam, inside_layers.wrap_rope)
     for seam in (seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE):
         _wrap(seam, functools.partial(inside_layers.wrap_mla_rope, seam))
     if seams.has_engine():
         _wrap(seams.ENGINE_ATTENTION, inside_layers.wrap_engine_attention)
-    if seams.FUSED_ROPE.function() is not None:
-        _wrap(seams.FUSED_ROPE, inside_layers.wrap_fused_rope)
     _wrap(seams.ROUTER_FORWARD, of(experts.wrap_router))
     _wrap(seams.ROUTING, of(experts.wrap_routing))
     _wrap(seams.EXPERT_CHOICE, experts.wrap_choice)
