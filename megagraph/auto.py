@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 from types import ModuleType
 
 __all__: list[str] = []
@@ -33,23 +34,31 @@ def _install() -> None:
         _say(f"not installed: {error}")
 
 
-class _Finder:
-    """Finds megatron.core as others do, and has its loader install megagraph behind it."""
+class _Finder(threading.local):
+    """Finds megatron.core as others do, and has its loader install megagraph behind it.
+
+    Stays until that is loaded, since who asks for a spec may only want to know if there is one.
+    """
+
+    _is_asking = False  # on this thread
 
     def find_spec(
         self, name: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _CORE:
+        if name != _CORE or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asking = False
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
             return spec
         load = spec.loader.exec_module
 
         def load_and_install(module: ModuleType) -> None:
             load(module)
+            sys.meta_path[:] = [it for it in sys.meta_path if it is not self]
             sys.modules["megatron"].core = module  # type: ignore[attr-defined]  # as the import is about to do
             _install()
 

@@ -80,6 +80,24 @@ def test_a_script_replays_and_may_ask_for_what_is_installed_already_and_for_noth
     assert [model["replays"] for model in read_report(files.folder / "report.json")] == [6]
 
 
+PROBES = """
+import importlib.util, sys
+asked = [importlib.util.find_spec("megatron.core") is not None for _time in range(2)]
+import megatron.core
+from megagraph.megatron.patch.installation import installed_plugin
+left = [it for it in sys.meta_path if type(it).__name__ == "_Finder"]
+print(asked, installed_plugin() is not None, left)
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("again", ["", "import megagraph.auto\n"])
+def test_whoever_only_asks_if_megatron_is_there_leaves_the_import_alone(start: Start, again: str) -> None:
+    """Bug: such a probe, as verl's, took the finder away, and the import behind it installed nothing."""
+    done = start("-c", again + PROBES, AUTO="1")
+    assert (done.returncode, done.stdout) == (0, "[True, True] True []\n"), done.stderr
+
+
 def test_what_does_not_fit_is_one_sentence_and_the_process_goes_on(start: Start, tmp_path: Path) -> None:
     core = tmp_path / "site" / "megatron" / "core"
     core.mkdir(parents=True)
