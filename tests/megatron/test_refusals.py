@@ -4,13 +4,14 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import megatron_rig as rig
 import pytest
 import torch
 from host_rig import frozen_model
+from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from moe_rig import ExpertTrainer
@@ -172,9 +173,23 @@ def test_what_is_changed_of_a_model_is_refused_by_name(kind: str, said: str, cha
     assert rig.refused(trainer.chunk, trainer.model) == f"{said} is not supported yet"
 
 
-def test_fsdp_is_refused_by_name() -> None:
-    ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    assert rig.refused(Trainer(rig.OPTIONS).chunk, ddp) == "Megatron-FSDP is not supported yet"
+@pytest.mark.parametrize("kind", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
+def test_data_parallelism_that_is_not_megatrons_own_is_refused_by_name(
+    kind: type[nn.Module], install: rig.Install
+) -> None:
+    """Bug: Megatron-FSDP alone was known, and under torch's the first capture raised."""
+
+    install()
+    model, _called = frozen_model(seed=7)
+    ddp: Any = kind.__new__(kind)  # as such a one looks, but that it shards nothing
+    nn.Module.__init__(ddp)
+    ddp.module, ddp.config = model.train().requires_grad_(), model.config
+    ddp.ddp_config = DistributedDataParallelConfig()
+    for _step in range(4):
+        rig.schedule(ddp, [rig.ONE, rig.TWO], 2, next(model.parameters()).device)
+    report = rig.ran(megagraph.reports()[-1], 0, failures=1, SCOPE_UNSUPPORTED=4 * 2 * rig.LAYERS)
+    what = f"data parallelism by {kind.__name__} is not supported yet"
+    assert report["failures"] == [f"GPTModel stays eager (SCOPE_UNSUPPORTED): {what}"]
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,8 @@ def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
         yield from _unsupported_overlap(config, block, options)
     if config.hybrid_context_parallel and not options.cp_sizes:
         yield f"{_set('hybrid context parallelism', config, 'hybrid_context_parallel')} without cp_sizes"
-    if getattr(getattr(ddp, "ddp_config", None), "use_megatron_fsdp", False):
-        yield "Megatron-FSDP"
+    if ddp is not None and not hasattr(ddp, "param_to_bucket_group"):  # it shards the parameters
+        yield f"data parallelism by {type(ddp).__name__}"
     has_ranks = config.context_parallel_size > 1 or bool(options.cp_sizes)
     if has_ranks and getattr(model, "position_embedding_type", None) == "mrope":
         yield _set("multimodal RoPE with context parallelism", model, "position_embedding_type")
