@@ -180,7 +180,7 @@ class Plugin:
             try:
                 for graphs in inside:
                     with about(graphs.name):
-                        graphs.look_around(models, kwargs.get("seq_length", 0))
+                        graphs.look_around(models, kwargs.get("seq_length") or 0)
                         graphs.at_step_boundary()
                 is_measured = inside and not outer[0] and not kwargs.get("forward_only", False)
                 may_replay = not _C.is_skipped() and any(graphs.may_replay_training for graphs in inside)

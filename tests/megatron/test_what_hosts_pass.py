@@ -47,6 +47,19 @@ def given_to(module: Any) -> list[dict[str, Any]]:
     return seen
 
 
+def test_a_schedule_that_is_told_of_no_length_learns_from_packs_alone(install: rig.Install) -> None:
+    """Bug: `seq_length=None`, which Megatron takes for packs, was a TypeError at the second step."""
+    install(capacities=())
+    trainer = Trainer(rig.OPTIONS)
+
+    def forward_step(data: Any, chunk: Any) -> Any:
+        return rig.forward(chunk, next(data), trainer.device)
+
+    for _ in range(3):
+        rig.run_schedule(trainer.model, forward_step, [rig.ONE], 1, seq_length=None)
+    rig.ran(rig.report_of(trainer), 2 * rig.LAYERS, WARMING_UP=rig.LAYERS)
+
+
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_mask_beside_a_pack_reaches_the_layers(install: rig.Install, mode: str) -> None:
     """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it."""
