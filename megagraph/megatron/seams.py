@@ -29,8 +29,8 @@ __all__ = [
     *("PREDICTION_FORWARD", "RNG_TRACKER", "ROUTER_FORWARD", "ROUTING", "ROWS_ROPE", "SAVING_GROUP"),
     *("SCHEDULES", "STAGE_GROUP", "SUPPORTED", "YARN_EMBEDDING", "Seam"),
     *("as_before", "called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
-    *("hybrid_seams", "is_replaced", "made_in", "misfits", "moe_metrics", "moe_records", "nodes_of"),
-    *("packs_say_documents", "permutation_sorts", "plans_free_what_one_expert_reads"),
+    *("hybrid_seams", "inference_flag", "is_replaced", "made_in", "misfits", "moe_metrics", "moe_records"),
+    *("nodes_of", "packs_say_documents", "permutation_sorts", "plans_free_what_one_expert_reads"),
     *("replaced_choice", "replaced_rope", "router_losses_count_ranks", "stand_in", "unfit"),
 ]
 
@@ -225,6 +225,12 @@ def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:
         module, seams = "megatron.core.fusions.fused_mla_yarn_rope_apply", [MLA_QUERY_ROPE, MLA_KEY_ROPE]
     functions = (_below_ours(seam.function()) for seam in seams)
     return next((called_name(function) for function in functions if made_in(function) != module), None)
+
+
+def inference_flag() -> Callable[[], bool]:
+    """Asks whether an engine of inference uses models, which Megatron itself knows since 0.19."""
+    mode = getattr(importlib.import_module(_GPT), "InferenceMode", None)
+    return bool if mode is None else mode.is_active
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
 from megagraph.megatron.plugin import Plugin, key_of
-from megagraph.megatron.seams import stand_in
+from megagraph.megatron.seams import inference_flag, stand_in
 from megagraph.reasons import EagerReason
 
 __all__ = [
@@ -35,10 +35,11 @@ _Function = Callable[..., Any]
 def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
     """Wraps the call of models: acts around it if Megatron's forward is not reached."""
     known_graphs, act = plugin.known_graphs, wrap_model_forward(plugin, original, around_call=True)
+    infers = inference_flag()
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         graphs, get = known_graphs(key_of(model)), kwargs.get
-        is_inference = get("inference_context") is not None or get("inference_params") is not None
+        is_inference = infers() or get("inference_context") is not None or get("inference_params") is not None
         if graphs is None:  # a stage of a pipeline may have no layers
             if plugin.is_over or is_inference or is_ours(model) or not len(model.decoder.layers):
                 return original(model, *args, **kwargs)
@@ -68,6 +69,7 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
 def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool = False) -> _Function:
     """Wraps Megatron's forward of models, or all of their call: decides, and hands on a pack accordingly."""
     known_graphs, own_names = plugin.known_graphs, None if around_call else names_of(original)[1:]
+    infers = inference_flag()
 
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = known_graphs(key_of(model))
@@ -79,7 +81,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         ids: Any = get("input_ids")
         is_first_stage = getattr(model, "pre_process", True)
         hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
-        is_inference = get("inference_context") is not None or get("inference_params") is not None
+        is_inference = infers() or get("inference_context") is not None or get("inference_params") is not None
         has_input = hidden_states is not None or (is_first_stage and ids is not None)
         # Without input it says what is missing; a stage of a pipeline may have no layers.
         is_untouched = is_inference or not has_input or not len(model.decoder.layers)
