@@ -173,6 +173,44 @@ def test_what_is_changed_of_a_model_is_refused_by_name(kind: str, said: str, cha
     assert rig.refused(trainer.chunk, trainer.model) == f"{said} is not supported yet"
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# What is switched on, the reason that it counts as, and words of why.
+SWITCHED = [
+    ({"quant_recipe": "recipe"}, "SCOPE_UNSUPPORTED", "quantization by recipe"),
+    (FULL, "RECOMPUTING", "R14"),
+]
+
+
+@pytest.mark.usefixtures("recompute_on_cpu")
+@pytest.mark.parametrize(("options", "reason", "said"), SWITCHED)
+def test_what_is_switched_on_between_steps_is_refused_at_once_and_as_long_as_it_is_on(
+    options: dict[str, Any], reason: str, said: str, pair: rig.Pair
+) -> None:
+    """Bug: only a new model was asked. One that had graphs got others, and one that was refused stayed so."""
+    report: dict[str, Any] = {"eager": {}}
+
+    def costs(value: dict[str, Any]) -> dict[str, int]:
+        """Calls of two steps with options, or without, that did not replay."""
+        nonlocal report
+        for name, each in value.items():
+            for trainer in pair.both:
+                setattr(trainer.chunk.config, name, each)
+        before = report
+        pair.step(rig.ONE, rig.TWO, times=2)
+        report = pair.report()
+        return rig.eager_since(report, before)
+
+    off, calls = dict.fromkeys(options), 2 * rig.LAYERS
+    for value, expected in (
+        (options, {reason: 2 * calls}),  # from the beginning
+        (off, {"WARMING_UP": calls}),
+        (options, {reason: 2 * calls}),
+        (off, {}),
+    ):
+        assert costs(value) == expected
+        assert [said in failure for failure in report["failures"]] == [True] * (value is options)
+
+
 @pytest.mark.parametrize("kind", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
 def test_data_parallelism_that_is_not_megatrons_own_is_refused_by_name(
     kind: type[nn.Module], install: rig.Install

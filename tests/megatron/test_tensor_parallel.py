@@ -362,6 +362,19 @@ def test_what_ranks_have_to_do_alike_is_compared_when_they_first_meet(
 
 
 @on_ranks(2, tensor_parallel=2)
+def test_what_one_rank_alone_has_to_refuse_between_steps_all_do_until_it_does_no_more() -> None:
+    trainer, _, micros = trained(met=False)
+    before, config, calls = rig.report_of(trainer), trainer.chunk.config, len(micros) * LAYERS
+    for recipe, expected in (("recipe", {"SCOPE_UNSUPPORTED": calls}), (None, {})):
+        config.quant_recipe = None if distributed.get_rank() else recipe
+        rig.step(trainer, micros)
+        after = rig.report_of(trainer)
+        assert rig.eager_since(after, before) == expected
+        said, before = "".join(after["failures"]), after
+        assert "quantization by recipe" in said if recipe else not said
+
+
+@on_ranks(2, tensor_parallel=2)
 def test_what_ranks_find_alike_inside_of_a_step_keeps_it_eager() -> None:
     """A memory tool in the host's forward step."""
     trainer, _, micros = trained(met=False)

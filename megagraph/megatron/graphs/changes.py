@@ -72,12 +72,15 @@ class Changes:
 
     # -- what has changed ------------------------------------------------------------------------
 
-    def look(self, *, runs_eager: bool, captures: bool) -> None:
-        """Before a step, which `runs_eager` or `captures` what is due: drops what must not be replayed."""
+    def look(self, *, runs_eager: bool, captures: bool) -> bool:
+        """Before a step, which `runs_eager` or `captures` what is due: drops what must not be replayed.
+
+        Returns whether the ranks have not met the state of now before.
+        """
         if self.has_raised:
             self._clean_up()
         of_model = self._captures
-        plan = of_model.plan
+        plan, is_new = of_model.plan, False
         # As in nearly every step and bare call. Only where Megatron calls them may layers stay joined.
         if (
             not runs_eager
@@ -91,7 +94,9 @@ class Changes:
             self.reason = self.gradients_reason = None
         else:
             self._look_closer(runs_eager=runs_eager, captures=captures)
+            is_new = self._states.is_new
         self._dispatcher.keep_eager(self.reason, self.gradients_reason)
+        return is_new
 
     def _look_closer(self, *, runs_eager: bool, captures: bool) -> None:
         """Learns what keeps other ranks' steps eager as well, and drops the same graphs as they."""

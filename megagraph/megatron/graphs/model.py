@@ -74,7 +74,8 @@ class GraphedModel:
         self.verifier = self.captures.verifier
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None  # why the whole model stays eager
-        self._look_for_refusal(model, ddp)
+        self._asked_in: int | None = None  # the state in which that was last asked
+        self._refuse(self._find_refusal())
         model_config: Any = model.config
         are_late = any(spec.finish is not None for spec in self.captures.specs)
         if self.refusal is None and model_config.delay_wgrad_compute and not are_late:
@@ -102,15 +103,27 @@ class GraphedModel:
         self._last_counters: dict[str, int] = {}  # in the log
 
     def _begin(self) -> None:
-        """Meets the first state, if nothing keeps the model eager, or does any more."""
+        """Meets the first state, if nothing keeps the model eager."""
         if self.refusal is None:
             self.dispatcher.check()
             if self._config.mode == "graph":
                 self.changes.begin()
 
-    def _look_for_refusal(self, model: nn.Module, ddp: nn.Module | None) -> None:
+    def _find_refusal(self) -> Refusal | None:
         captures = self.captures
-        self._refuse(refusal_of(model, ddp, captures.scopes, self._config, captures.plan.why_eager))
+        why_eager = captures.plan.why_eager
+        return refusal_of(captures.model, captures.ddp(), captures.scopes, self._config, why_eager)
+
+    def _look_for_refusal(self) -> None:
+        """Before a step, in a state that is new on some rank: what one has to refuse by now all do."""
+        captures, own, before = self.captures, self._find_refusal(), self.refusal
+        self._refuse(next(filter(None, (own, *self.peers.gather(own))), None))
+        if (self.refusal is None) != (before is None):
+            captures.reset()
+            if before is not None and before.of_doors is None:  # what they show was not looked at
+                self.entries.find_doors(captures.model)
+            self._begin()
+        self._asked_in = captures.watch.whole_state()
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report.
@@ -121,9 +134,9 @@ class GraphedModel:
         if refusal is not None and refusal.unless_by_token and may_be_by_token:
             self.entries.awaited = "" if self.dispatcher.is_by_token else refusal.sentence
             refusal = None
-        self.refusal = refusal
+        is_known, self.refusal = refusal == self.refusal, refusal
         self.dispatcher.refuse(None if refusal is None else refusal.reason)
-        if refusal is not None:
+        if refusal is not None and not is_known:
             self.context.refuse(refusal.sentence)
             log.warning(str(refusal))
 
@@ -279,12 +292,12 @@ class GraphedModel:
             entries.find_doors(model)
         if not len(model.decoder.layers):
             entries.fail("its block has no layers any more")
-        elif (refusal := self.refusal) is not None and (
-            self.captures.follow() or refusal.of_doors not in (None, entries.block)
-        ):  # a host has taken back what has kept the model eager
-            self.captures.reset()
-            self._look_for_refusal(model, self.captures.ddp())
-            self._begin()
+        elif self.refusal is not None:  # a host may have taken back what has kept the model eager
+            has_changed, doors = self.captures.what_changed() is not None, self.refusal.of_doors
+            watch = self.captures.watch
+            is_new = watch.whole_state() != self._asked_in if doors is None else doors is not entries.block
+            if self.peers.max_over_ranks([int(has_changed or is_new)]) != [0]:
+                self._look_for_refusal()
         ddp = find_ddp(models, model) if self.captures.ddp() is None else None
         if ddp is None:
             return
@@ -293,7 +306,7 @@ class GraphedModel:
         captures.failures.clear()  # of its hooks, which nobody expected
         self.captures.reset()
         if self.refusal is None:
-            self._look_for_refusal(model, ddp)
+            self._refuse(self._find_refusal())
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
@@ -344,8 +357,9 @@ class GraphedModel:
                 return
             changes = self.changes
             runs_eager = _C.is_skipped() or changes.is_suspended
-            changes.look(runs_eager=runs_eager, captures=captures)
-            if runs_eager or not captures:
+            if changes.look(runs_eager=runs_eager, captures=captures):
+                self._look_for_refusal()
+            if runs_eager or not captures or self.refusal is not None:
                 return
             changes.has_resumed = False
             if changes.reason is not None:
