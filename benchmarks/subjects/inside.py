@@ -23,6 +23,7 @@ from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RotaryTables
 
 _SOURCE = """
@@ -35,6 +36,7 @@ int launch_all(Launch launch, void **execs, int count, void *stream) {
   return 0;
 }
 """
+ENDS: Any = Tensor.detach, lambda _grad: None  # for `linear_map()`: rows whose gradient ends there
 
 
 @functools.cache
@@ -87,17 +89,6 @@ def bare_step(trainer: Trainer, micro_batches: int) -> Call:
     return bare_loop([*forward, *reversed(backward)] * micro_batches)
 
 
-class Ends(torch.autograd.Function):
-    """Rows whose gradient ends here: that of a leaf would be cloned, and added."""
-
-    @staticmethod
-    def forward(_ctx: Any, rows: Tensor) -> Tensor:
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> None: ...
-
-
 class Replays:
     """The layers of a trainer that were captured for training, without the model around them."""
 
@@ -107,7 +98,7 @@ class Replays:
         self.key: Any = next(key for key in self.bank.variants if key.grad)
         self._tokens: int = self.key.capacity.tokens
         leaf = hidden_states(self._tokens, trainer.options.hidden)
-        self.hidden: Tensor = Ends.apply(leaf)  # type: ignore[no-untyped-call]
+        self.hidden = linear_map(leaf, *ENDS)  # the gradient of a leaf would be cloned, and added
         self.grad = torch.randn_like(leaf) * 1e-3
         pack = a_pack(self._tokens)
         self._params = packed_seq_params(pack.cu_seqlens.to(trainer.device), pack.max_seqlen)

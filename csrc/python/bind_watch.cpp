@@ -27,8 +27,7 @@ void bind_watch(py::module_& m) {
       .def("now", &StateWatch::now, py::arg("whole"))
       .def("items", &StateWatch::items);
   py::class_<ModuleWatch, std::shared_ptr<ModuleWatch>>(m, "ModuleWatch")
-      .def(py::init<py::object, py::object, py::iterable>(), py::arg("find_modules"),
-           py::arg("find_state"), py::arg("unread"))
+      .def(py::init<py::object, py::object>(), py::arg("find_modules"), py::arg("find_state"))
       .def("follow", &ModuleWatch::follow)
       .def("expect_hooks", &ModuleWatch::expect_hooks)
       .def("expect_memory", &ModuleWatch::expect_memory, py::kw_only(), py::arg("grad"))

@@ -82,8 +82,8 @@ bool mix_address(Hash& hash, const at::Tensor& tensor) {
 
 }  // namespace
 
-ModuleWatch::ModuleWatch(py::object find_modules, py::object find_state, const py::iterable& unread)
-    : find_modules_(std::move(find_modules)), find_state_(std::move(find_state)), unread_(unread) {}
+ModuleWatch::ModuleWatch(py::object find_modules, py::object find_state)
+    : find_modules_(std::move(find_modules)), find_state_(std::move(find_state)) {}
 
 bool ModuleWatch::follow() {
   const bool is_first = !submodules_.has_value();
@@ -247,11 +247,9 @@ void ModuleWatch::read_tensors(Module& module, PyObject* attributes) {
                    if (is_tensor(parameter)) read_parameter(parameter, is_read);
                  });
   if (!is_read) return;
-  for_each_entry(entry(attributes, buffers), module.versions,
-                 [&](PyObject* name, PyObject* buffer) {
-                   if (is_tensor(buffer) && !unread_.contains(py::handle(name)))
-                     buffers_.push_back(buffer);
-                 });
+  for_each_entry(entry(attributes, buffers), module.versions, [&](PyObject*, PyObject* buffer) {
+    if (is_tensor(buffer)) buffers_.push_back(buffer);
+  });
 }
 
 void ModuleWatch::read_parameter(PyObject* parameter, bool is_read) {

@@ -39,9 +39,8 @@ class ModuleWatch {
   // None of the functions may hold the watch or a module.
   // `find_modules`: asked again whenever a submodule has come or gone, for pairs of a module and
   // whether graphs read its parameters and buffers. `find_state`: for a list of tensors that graphs
-  // write and that no module owns. `unread`: names of buffers that graphs do not read.
-  ModuleWatch(pybind11::object find_modules, pybind11::object find_state,
-              const pybind11::iterable& unread);
+  // write and that no module owns.
+  ModuleWatch(pybind11::object find_modules, pybind11::object find_state);
 
   // Expects the modules of now. Whether others were expected, or none.
   bool follow();
@@ -111,7 +110,6 @@ class ModuleWatch {
   bool has_other_state() const;
 
   const pybind11::object find_modules_, find_state_;
-  pybind11::set unread_;
 
   std::vector<Module> modules_;
   std::optional<size_t> submodules_;  // a hash, as of the time when the modules were found

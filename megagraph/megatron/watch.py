@@ -136,7 +136,7 @@ class LayerWatch(_C.ModuleWatch):
         is_expected_hook: Callable[[Callable[..., Any]], bool],
         stay_eager: Collection[int] = (),
     ) -> None:
-        super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs), ())
+        super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs))
         self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
         self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
         self.stay_eager = {*stay_eager}

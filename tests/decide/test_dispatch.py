@@ -39,7 +39,7 @@ def dispatcher(
     asks = options.pop("asks", None)  # other ranks
     made = _C.Dispatcher(**options)
     made.set_capacities(bank)
-    watch = _C.ModuleWatch(list, list, ())
+    watch = _C.ModuleWatch(list, list)
     watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool))
     kwargs = {"num_slots": 1, "pools": [], "facing": [], "poison": False}
     core = _C.GraphBank(torch.device("cpu"), 1, **kwargs, run_eager_alike=asks)
