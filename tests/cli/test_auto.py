@@ -85,7 +85,7 @@ import importlib.util, sys
 asked = [importlib.util.find_spec("megatron.core") is not None for _time in range(2)]
 import megatron.core
 from megagraph.megatron.patch.installation import installed_plugin
-left = [it for it in sys.meta_path if type(it).__name__ == "_Finder"]
+left = [it for it in sys.meta_path if "megagraph" in type(it).__module__]
 print(asked, installed_plugin() is not None, left)
 """
 
