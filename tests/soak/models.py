@@ -14,7 +14,6 @@ import moe_rig
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, adapt
 from mamba_rig import mamba, mamba_experts
-from megatron.core.utils import unwrap_model
 from megatron_rig import HYBRID_PATTERN, ON_GPU, ModelTrainer, around_mlps, changes_output, graph_config
 from model_specs import KINDS as MLA_KINDS
 from model_specs import te_layer_spec
@@ -86,8 +85,10 @@ def _without_others(stage: int) -> Iterator[None]:
     def run_stage(
         model: Any, forward_step: Any, data: list[rig.Micro], count: int, **options: Any
     ) -> list[dict[str, Any]]:
-        rows, schedule = [micro.physical for micro in data], schedule_of(unwrap_model(model))
-        others.begin(schedule, rows, forward_only=options.get("forward_only", False))
+        chunk, rows = model, [micro.physical for micro in data]
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        others.begin(schedule_of(chunk), rows, forward_only=options.get("forward_only", False))
         left = run(model, forward_step, data, count, **options)
         return [*left, *({"losses": it} for it in others.taken)]
 
