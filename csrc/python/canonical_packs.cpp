@@ -37,18 +37,18 @@ py::object called_with(const py::object& type, const py::dict& fields) {
   return py::reinterpret_steal<py::object>(called);
 }
 
-struct Fields {
+struct PackClass {
   py::object type;      // alive, so that no other one has its address
   py::object megatron;  // of the dataclass that a host's own class extends, or of the class itself
   bool is_extended;
 };
 
-const Fields& fields_of(const py::object& params) {
-  static auto& known = *new std::map<PyObject*, Fields>;
+const PackClass& class_of(const py::object& params) {
+  static auto& known = *new std::map<PyObject*, PackClass>;
   const py::object type = py::type::of(params);
   const auto found = known.find(type.ptr());
   if (found != known.end()) return found->second;
-  Fields fields{type, py::dict(), false};
+  PackClass fields{type, py::dict(), false};
   for (const py::handle base : type.attr("__mro__")) {  // the last one that has some
     if (!py::hasattr(base, "__dataclass_fields__")) continue;
     fields.megatron = base.attr("__dataclass_fields__");
@@ -61,7 +61,7 @@ const Fields& fields_of(const py::object& params) {
 void hand_on_attributes(const py::object& given, const py::object& made) {
   const auto before = attributes_of(given.ptr()).cast<py::dict>();
   const auto own = attributes_of(made.ptr()).cast<py::dict>();
-  const Fields& fields = fields_of(given);
+  const PackClass& fields = class_of(given);
   if (!fields.is_extended && before.size() <= own.size()) return;
   for (const auto& [name, value] : before) {
     if (!own.contains(name) || !fields.megatron.contains(name)) own[name] = value;
@@ -75,7 +75,7 @@ py::object copy_of(const py::object& params) {
 }  // namespace
 
 std::vector<py::object> host_names(const py::object& params) {
-  const py::object& megatrons = fields_of(params).megatron;
+  const py::object& megatrons = class_of(params).megatron;
   std::vector<py::object> names;
   for (const auto& [name, value] : attributes_of(params.ptr()).cast<py::dict>()) {
     if (!megatrons.contains(name)) names.push_back(py::reinterpret_borrow<py::object>(name));
