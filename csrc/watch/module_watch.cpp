@@ -72,11 +72,12 @@ py::object computed_main_grad(PyObject* param) {
 bool mix_address(Hash& hash, const at::Tensor& tensor) {
   const bool is_stored = tensor.has_storage() && tensor.storage().nbytes() > 0;
   hash.mix(is_stored ? tensor.const_data_ptr() : nullptr);
-  hash.mix(static_cast<size_t>(tensor.scalar_type()));
+  auto form = static_cast<size_t>(tensor.scalar_type());
   if (tensor.layout() == at::kStrided) {
-    for (const int64_t size : tensor.sizes()) hash.mix(static_cast<size_t>(size));
-    for (const int64_t stride : tensor.strides()) hash.mix(static_cast<size_t>(stride));
+    for (const int64_t size : tensor.sizes()) form = 1000003 * form + static_cast<size_t>(size);
+    for (const int64_t step : tensor.strides()) form = 1000003 * form + static_cast<size_t>(step);
   }
+  hash.mix(form);
   return is_stored || tensor.numel() == 0;
 }
 

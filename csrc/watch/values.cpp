@@ -129,14 +129,19 @@ bool is_configuration(PyObject* object) {
 
 size_t ValueHasher::operator()(PyObject* value) {
   if (const auto plain = of_plain(value)) return *plain;
-  if (depth_ >= kDeepest) return is_tensor(value) ? of_tensor(value) : of_identity(value);
+  std::vector<PyObject*>* const dicts = dicts_;
+  if (is_tensor(value)) {
+    const size_t of_it = of_tensor(value);
+    dicts_ = dicts;
+    return of_it;
+  }
+  if (depth_ >= kDeepest) return of_identity(value);
   // Containers that know each other have more paths than anybody can walk.
   const auto known = seen_.find(value);
   if (known != seen_.end() && known->second.depth <= depth_) return known->second.hash;
   seen_[value] = {py::reinterpret_borrow<py::object>(value), depth_, spread(seen_.size())};
   ++depth_;
   size_t hash = 0;
-  std::vector<PyObject*>* const dicts = dicts_;
   if (PyTuple_Check(value) || PyList_Check(value)) {
     if (PyList_Check(value)) meet_mutable();
     hash = combined(of_type(value), of_sequence(value));
@@ -150,8 +155,6 @@ size_t ValueHasher::operator()(PyObject* value) {
   } else if (PyAnySet_Check(value)) {
     if (PySet_Check(value)) meet_mutable();
     hash = combined(of_type(value), of_set(value));
-  } else if (is_tensor(value)) {
-    hash = of_tensor(value);
   } else if (is_configuration(value)) {
     const py::object attributes = attributes_of(value);
     // Who looks at versions of dictionaries would look at one that the object has no more.

@@ -360,6 +360,32 @@ def test_a_class_that_a_module_is_given_is_followed_from_then_on() -> None:
     del Lowest.gain
 
 
+class Moody(str):
+    """A text whose hash may fail."""
+
+    fails = True
+
+    def __hash__(self) -> int:
+        if self.fails:
+            raise KeyError("from the caller")
+        return super().__hash__()
+
+
+def test_an_object_that_could_not_be_read_to_its_end_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what had been read before the error stayed, and nothing told of the rest."""
+    layer = Layer()
+    watch = watch_of([layer])
+    before = watch.now(True)
+    layer.note = Moody("a")
+    with pytest.raises(KeyError, match="from the caller"):
+        watch.now(True)
+    monkeypatch.setattr(Moody, "fails", False)
+    with_note = watch.now(True)
+    layer.names.append("b")
+    assert len({before, with_note, watch.now(True), watch_of([layer]).now(True)}) == 3
+    assert watch.now(True) == watch_of([layer]).now(True)
+
+
 class Choice(enum.Enum):
     PLAIN = 1
     NEGATED = 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 from host_rig import Holder, OwnModel, frozen_model, host_pair
 from mamba_rig import Documented
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -116,8 +117,15 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: r
 
 
 @pytest.mark.parametrize("is_field", [False, True])
-def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(is_field: bool) -> None:
-    """Bug: its graphs read the default, verified against it."""
+def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(
+    is_field: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: its graphs read the default, verified against it. The model around the layers may read it."""
+    preprocess, seen = GPTModel._preprocess, list[float]()
+
+    def looks(model: Any, *args: Any, packed_seq_params: Any = None, **given: Any) -> Any:
+        seen.append(getattr(packed_seq_params, "temperature", 1.0))
+        return preprocess(model, *args, packed_seq_params=packed_seq_params, **given)
 
     def hot(made: Any) -> Any:
         if is_field:
@@ -129,10 +137,12 @@ def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(is_field: bool
         chunk.decoder.layers[1].self_attention.__class__ = Tempered
 
     steps = [[dataclasses.replace(it, pack=hot) for it in (rig.ONE, rig.TWO)]] * 3
+    monkeypatch.setattr(GPTModel, "_preprocess", looks)
     graphed = rig.compare_runs(steps, prepare=prepare)
     without = rig.train(None, steps, prepare=prepare)
     torch.testing.assert_close(graphed.steps[0].losses, without.steps[0].losses)
     report = rig.ran(graphed.report, 2 * 2, failures=1, WARMING_UP=2 * 2, CAPTURE_FAILED=2 * 2)
+    assert 3.0 in seen
     assert "reads `temperature`, which the host has put on its packs" in report["failures"][0]
 
 

@@ -150,11 +150,12 @@ def evaluates(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     return rig.evaluate(trainer, micros)
 
 
-# Where nobody asks for late gradients, Megatron adds those that are left to the next ones of all.
-_ALONE = {"applies": lambda twins: not (twins.has("late gradients") or twins.has("stages"))}
+# Not of late gradients, of which those that nobody asks for are added to the next ones; and schedules alone
+# hand stages their rows.
+_WITHOUT_SCHEDULE = {"applies": lambda twins: not (twins.has("late gradients") or twins.has("stages"))}
 
 
-@step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"), **_ALONE)
+@step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"), **_WITHOUT_SCHEDULE)
 def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """All forwards, then the backwards in some order."""
     has_scale = MoEAuxLossAutoScaler.main_loss_backward_scale is not None  # of a schedule, whose it stays
@@ -310,7 +311,7 @@ def trains_inside(trainer: Any, micros: list[rig.Micro], how: str, is_ours: bool
         return rig.step(trainer, micros)
 
 
-@step("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks, **_ALONE)
+@step("SIGNATURE_CHANGED", "STATE_CHANGED", "GROUP_DISAGREED", draw=packs_of_ranks, **_WITHOUT_SCHEDULE)
 def passes_without_gradients(trainer: Any, micros: list[rig.Micro], is_ours: bool) -> Any:
     """Outside of any schedule, in training mode; these ranks so that nobody can ever record any."""
     with torch.inference_mode() if is_ours else torch.no_grad():
@@ -356,7 +357,7 @@ WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED
 @event(*WATCHED, draw=one_of("name", CHANGES), weight=8)
 def changes(twins: "Twins", name: str, ranks: Ranks) -> None:
     if name in ("frozen embedding", "frozen layer") and twins.may_overlap:
-        return  # plans go backward through all layers, late gradients are of what trains, or there is none
+        return  # stages may have no embedding, plans go back through all, late gradients are of what trains
     is_apart = name == "frozen embedding" and twins.is_shared  # unless each rank trains the layers behind it
     if not (is_apart and twins.anywhere(twins.has_frozen("decoder.layers.0"))):
         twins.change(name, CHANGES[name], twins.ranks_of(name, ranks))

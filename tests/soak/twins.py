@@ -117,7 +117,7 @@ class Twins:
     asked: ClassVar[list[list[int]]] = []
 
     def __init__(self, scenario: Scenario) -> None:
-        self._kind, self.scopes, self.layout = scenario.kind, scenario.scopes, scenario.layout
+        self._kind, self.scopes, self.layout = KINDS[scenario.kind], scenario.scopes, scenario.layout
         self.is_shared, self.rank = bool(scenario.layout), distributed.get_rank()
         self.pairs: list[rig.Pair] = []
         self._kinds: list[Kind] = []
@@ -125,7 +125,7 @@ class Twins:
         self.undos: list[tuple[Sequence[int], Callable[[], None]]] = []
         self.held: list[Any] = []  # memory that somebody keeps for a while
         self.kept: list[Any] = []  # memory that takes the place of what was freed
-        self.may_adapt = "dense" in KINDS[scenario.kind].has
+        self.may_adapt = self.has("dense")
         # Whether micro-batches go forward between the forward and the backward of another one.
         self.may_overlap = self.has("overlap") or self.has("stages")
         self.is_wrong = False  # in captures, which verifications find
@@ -152,7 +152,7 @@ class Twins:
     def install(self, plugin: dict[str, Any]) -> None:
         self.held.clear()
         megagraph.uninstall()
-        megagraph.install(plugin_of(KINDS[self._kind], self.scopes, plugin, self.layout))
+        megagraph.install(plugin_of(self._kind, self.scopes, plugin, self.layout))
         self.plugin = plugin
         if self.pairs:  # whose DDP is a stranger until a schedule shows it
             self.explain("FOREIGN_HOOK")
@@ -211,7 +211,7 @@ class Twins:
 
     def has(self, *features: str) -> bool:
         """Whether the first pair has all of them."""
-        return {*features} <= KINDS[self._kind].has
+        return {*features} <= self._kind.has
 
     def is_of(self, ranks: Sequence[int]) -> bool:
         """Whether an event of some ranks is one of this rank."""

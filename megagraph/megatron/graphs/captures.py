@@ -322,10 +322,10 @@ class Captures:
             index = None if documents is None else documents.view(1, capacity.tokens)
             params = packs.make(params_type, own["actual"], own.get("padded"), index)
             _C.mark_canonical(params, by_token=key.by_token)
-            if dispatcher.host_names:
-                _refuse_reads(params, dispatcher.host_names)
             given = {"attention_mask": None, "packed_seq_params": params}
             given |= self.arguments.of(key, params, hidden).values
+            if dispatcher.host_names:  # which the model itself, asked for these arguments, may read
+                _refuse_reads(params, dispatcher.host_names)
             if staged := tuple(it for name, it in own.items() if name.startswith("rotary_pos_emb.")):
                 given["rotary_pos_emb"] = staged if isinstance(freqs, tuple) else staged[0]
             if mask is not None:
