@@ -7,13 +7,16 @@
 #include <optional>
 
 #include "csrc/decide/eager_reason.h"
+#include "csrc/watch/references.h"
 
 namespace megagraph {
 
 inline pybind11::object python_reason(EagerReason reason) {
-  static const pybind11::tuple& members =
-      *new pybind11::tuple(pybind11::module_::import("megagraph.reasons").attr("EagerReason"));
-  return members[static_cast<size_t>(reason)];
+  const pybind11::object& members = made_once([] {
+    const auto reasons = pybind11::module_::import("megagraph.reasons");
+    return pybind11::object(pybind11::tuple(reasons.attr("EagerReason")));
+  });
+  return members[pybind11::int_(static_cast<size_t>(reason))];
 }
 
 inline pybind11::object python_reason(std::optional<EagerReason> reason) {

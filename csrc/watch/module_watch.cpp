@@ -56,9 +56,9 @@ const py::str& main_grad() {
 // Of a parameter that does not hold it: null where there is none. Only other types of parameters
 // compute it, and there an attribute that is missing costs an exception.
 py::object computed_main_grad(PyObject* param) {
-  static const auto* parameter_type =
-      new py::object(py::module_::import("torch.nn").attr("Parameter"));
-  if (reinterpret_cast<PyObject*>(Py_TYPE(param)) == parameter_type->ptr()) return {};
+  const py::object& parameter_type =
+      made_once([] { return py::object(py::module_::import("torch.nn").attr("Parameter")); });
+  if (reinterpret_cast<PyObject*>(Py_TYPE(param)) == parameter_type.ptr()) return {};
   auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, main_grad().ptr()));
   if (!found) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();

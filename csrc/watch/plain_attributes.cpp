@@ -14,8 +14,8 @@ namespace {
 
 // A copy, as asking for tensors and comparing may run Python. Less what each module of torch has.
 py::dict attributes(const py::object& module) {
-  static const py::dict& torchs_own =
-      *new py::dict(attributes_of(py::module_::import("torch.nn").attr("Module")().ptr()));
+  const py::object& torchs_own = made_once(
+      [] { return attributes_of(py::module_::import("torch.nn").attr("Module")().ptr()); });
   py::dict own;
   for (const auto& [name, value] : py::dict(attributes_of(module.ptr()))) {
     if (!torchs_own.contains(name)) own[name] = value;

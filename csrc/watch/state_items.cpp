@@ -149,7 +149,8 @@ StateItems items_of_configuration(const py::object& configuration, const StateRu
 }
 
 StateItems items_of_class(const py::object& type, const StateRules& rules) {
-  static const py::object& module = *new py::object(py::module_::import("torch.nn").attr("Module"));
+  const py::object& module =
+      made_once([] { return py::object(py::module_::import("torch.nn").attr("Module")); });
   StateItems items;
   for (const py::handle base : type.attr("__mro__")) {
     const bool is_object = base.ptr() == reinterpret_cast<PyObject*>(&PyBaseObject_Type);
@@ -220,8 +221,8 @@ StateTensors tensors_of_module(PyObject* attributes) {
 }
 
 std::vector<PyObject*> global_hook_tables() {
-  static const py::object& torch_modules =
-      *new py::object(py::module_::import("torch.nn.modules.module"));
+  const py::object& torch_modules =
+      made_once([]() -> py::object { return py::module_::import("torch.nn.modules.module"); });
   const py::object attributes = torch_modules.attr("__dict__");
   std::vector<PyObject*> tables;
   for (const py::str& name : global_tables()) {
