@@ -187,6 +187,8 @@ void bind_dispatch(py::module_& m) {
       .def("is_unchanged", &Dispatcher::is_unchanged)
       .def_property_readonly("params_type", &Dispatcher::params_type)
       .def_property_readonly("host_names", &Dispatcher::host_names)
+      .def_property_readonly("read_names", &Dispatcher::read_names)
+      .def_property_readonly("has_new_names", &Dispatcher::has_new_names)
       .def("eager_reason", &Dispatcher::eager_reason, py::arg("params"), py::arg("tokens"),
            py::arg("is_settled"))
       .def("enter", &Dispatcher::enter, py::arg("params"), py::arg("tokens"), py::arg("mask"),

@@ -76,8 +76,10 @@ py::object copy_of(const py::object& params) {
 
 std::vector<py::object> host_names(const py::object& params) {
   const py::object& megatrons = class_of(params).megatron;
+  const auto attributes = attributes_of(params.ptr()).cast<py::dict>();
   std::vector<py::object> names;
-  for (const auto& [name, value] : attributes_of(params.ptr()).cast<py::dict>()) {
+  if (attributes.size() <= py::len(megatrons)) return names;  // as in nearly every micro-batch
+  for (const auto& [name, value] : attributes) {
     if (!megatrons.contains(name)) names.push_back(py::reinterpret_borrow<py::object>(name));
   }
   return names;

@@ -71,6 +71,7 @@ void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> 
   variants_ = std::move(variants);
   eager_variants_ = std::move(eager_variants);
   watch_ = std::move(watch);
+  has_new_names_ = false;
   calls_ = 0;
   for (int index = 0; index < bank_->num_sites(); ++index) calls_ += bank_->site(index).calls();
 }
@@ -100,7 +101,7 @@ bool Dispatcher::is_unchanged() {
   return options_.ranks == 1 &&
          states_.is_met(watch_->state(true),
                         NumericSettings::current(bank_->device().type()).hash()) &&
-         watch_->is_as_expected() && !bank_->have_borrowed_moved();
+         watch_->is_as_expected() && !bank_->have_borrowed_moved() && !has_new_names_;
 }
 
 Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) const {
@@ -187,6 +188,12 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   const VariantKey key = kind.of_capacity(found.capacity);
   const bool is_skipped = megagraph::is_skipped();
   auto reason = found.misfit ? found.misfit : eager_reason_of_step(is_skipped, kind.grad);
+  params_type_ = py::type::of(params);
+  for (const py::object& name : megagraph::host_names(params)) {
+    const bool is_new = !host_names_.contains(name) && host_names_.add(name);
+    has_new_names_ = has_new_names_ || (is_new && !variants_.empty() && read_names_.contains(name));
+  }
+  if (!reason && has_new_names_) reason = EagerReason::kSignatureChanged;
   // All of these are on canonical packs; but of several ranks one alone may skip graphs.
   const bool is_reference =
       options_.is_eager || rules_->needs_equal_rows || (is_skipped && options_.ranks == 1);
@@ -207,12 +214,6 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   if (!found.capacity && has_mask && !mask.is_none()) batch->replace_mask(tensor_of(mask.ptr()));
   if (has_no_graph && !(are_megatrons && batch->run_as_given(*reason))) {
     return python_reason(reason);
-  }
-  const Py_ssize_t num_attributes = PyDict_Size(attributes_of(params.ptr()).ptr());
-  if (!params_type_.is(py::type::of(params)) || num_attributes_ != num_attributes) {
-    params_type_ = py::type::of(params);
-    num_attributes_ = num_attributes;
-    for (const py::object& name : megagraph::host_names(params)) host_names_.add(name);
   }
   return py::cast(std::move(batch));
 }

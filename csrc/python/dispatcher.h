@@ -105,8 +105,11 @@ class Dispatcher {
   bool is_unchanged();
   // The class of the last pack that a capacity may hold; None before.
   const pybind11::object& params_type() const { return params_type_; }
-  // What hosts have put on such packs.
+  // What hosts have put on such packs, and what was read from packs of graphs; whether some of the
+  // latter came on a pack only since, so that graphs have its default.
   const pybind11::set& host_names() const { return host_names_; }
+  const pybind11::set& read_names() const { return read_names_; }
+  bool has_new_names() const { return has_new_names_; }
   // The shapes of packs that came while capacities were to be learned, and, since `count_packs()`,
   // of all others that were asked about: how often each came.
   const std::map<PackShape, int64_t>& observed() const { return observed_; }
@@ -200,8 +203,8 @@ class Dispatcher {
   bool counts_packs_ = false;  // all of them, for which a long run has no memory
   std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
   pybind11::object params_type_ = pybind11::none();
-  Py_ssize_t num_attributes_ = 0;
-  pybind11::set host_names_;
+  pybind11::set host_names_, read_names_;
+  bool has_new_names_ = false;
   Counts counts_;
   int64_t replayed_tokens_ = 0;
   mutable std::optional<Capacity> most_needed_;

@@ -14,9 +14,9 @@ inline const pybind11::str& interned(const char* name) {
       pybind11::reinterpret_steal<pybind11::str>(PyUnicode_InternFromString(name)));
 }
 
-// What `make` returns, made once for each place that says so, and never given back. Imports in it may
-// hand the GIL to a thread that comes here, too, and would wait at the guard of a plain static while
-// the first one waits for the GIL.
+// What `make` returns, made once for each place that says so, and never given back. Imports in it
+// may hand the GIL to a thread that comes here, too, and would wait at the guard of a plain static
+// while the first one waits for the GIL.
 template <typename Make>
 const pybind11::object& made_once(const Make& make) {
   PYBIND11_CONSTINIT static pybind11::gil_safe_call_once_and_store<pybind11::object> made;

@@ -146,6 +146,27 @@ def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(
     assert "reads `temperature`, which the host has put on its packs" in report["failures"][0]
 
 
+def test_what_a_host_puts_on_packs_once_there_are_graphs_has_these_captured_anew() -> None:
+    """Bug: a layer went on to read the default. Other names that nobody reads change nothing."""
+
+    def hot(made: Any) -> Any:
+        made.temperature = 3.0
+        return made
+
+    def named(made: Any) -> Any:
+        made.name = "a"
+        return made
+
+    def prepare(chunk: Any) -> None:
+        chunk.decoder.layers[1].self_attention.__class__ = Tempered
+
+    cold, warm = (dataclasses.replace(rig.ONE, pack=pack) for pack in (named, hot))
+    report = rig.compare_runs([[cold]] * 2 + [[cold, warm]] + [[warm]] * 2, prepare=prepare).report
+    # The pack that it shows on, and the step behind it.
+    eager = {"WARMING_UP": 2, "SIGNATURE_CHANGED": 2 * 2, "CAPTURE_FAILED": 1}
+    rig.ran(report, 2 * 2 + 1, failures=1, **eager)
+
+
 NEEDS_EXTRACTION = pytest.mark.skipif(
     "extract_layer_indices" not in inspect.signature(TransformerBlock.forward).parameters,
     reason="this release of megatron-core has no extract_layer_indices",

@@ -95,7 +95,7 @@ class Campaign:
             return
         self._failed.append(scenario.seed)
         if len(self._failed) <= MOST_SHRUNK and self._options.replay is None:
-            print(f"seed {scenario.seed} fails ({outcome.failure}); shrinking", flush=True)
+            print(f"seed {scenario.seed} fails ({outcome.failure}); shrinking\n{outcome.text}", flush=True)
             small = shrink(scenario, lambda it: self._run(it).failure == outcome.failure, SHRINK_SECONDS)
             again = self._run(small)
             if again.has_failed:

@@ -54,16 +54,16 @@ from megagraph.report import capture_progress
 __all__ = ["Captures", "capturing", "step_kept"]
 
 
-def _refuse_reads(pack: Any, names: Collection[str]) -> None:
-    """From now on it is an error to read from a pack of graphs what hosts put on theirs."""
+def _noting_reads(kind: type[Any], of_hosts: Collection[str], noted: set[str]) -> type[Any]:
+    """The class of a pack of graphs, from which it is an error to read what hosts put on theirs."""
 
     def read(it: Any, name: str) -> Any:
-        if name in names:
+        if name in of_hosts:
             raise ValueError(f"reads `{name}`, which the host has put on its packs, and no graph hears of")
+        noted.add(name)
         return object.__getattribute__(it, name)
 
-    kind = type(pack)
-    pack.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read})
+    return type(kind.__name__, (kind,), {"__getattribute__": read})
 
 
 class Captures:
@@ -303,6 +303,7 @@ class Captures:
         rows = self._tensor.rows(capacity.tokens)
         hidden = row.new_empty((rows, *row.shape))
         params_type: Any = dispatcher.params_type or PACKED_SEQ_PARAMS.function()
+        noting = _noting_reads(params_type, dispatcher.host_names, dispatcher.read_names)
         freqs = dispatcher.freqs if key.by_token else None  # of each token, without rows
         packs, config = _C.CanonicalPacks(key, tail.extra_seqs), model.config
         layout = packs.layout(
@@ -324,8 +325,7 @@ class Captures:
             _C.mark_canonical(params, by_token=key.by_token)
             given = {"attention_mask": None, "packed_seq_params": params}
             given |= self.arguments.of(key, params, hidden).values
-            if dispatcher.host_names:  # which the model itself, asked for these arguments, may read
-                _refuse_reads(params, dispatcher.host_names)
+            params.__class__ = noting  # the model itself, asked for these arguments, may read what it likes
             if staged := tuple(it for name, it in own.items() if name.startswith("rotary_pos_emb.")):
                 given["rotary_pos_emb"] = staged if isinstance(freqs, tuple) else staged[0]
             if mask is not None:
