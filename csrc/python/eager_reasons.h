@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "csrc/decide/eager_reason.h"
-#include "csrc/watch/references.h"
+#include "csrc/torch/made_once.h"
 
 namespace megagraph {
 

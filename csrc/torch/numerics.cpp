@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <string_view>
 
+#include "csrc/torch/made_once.h"
 #include "csrc/torch/version.h"
 
 namespace megagraph {
@@ -79,7 +80,7 @@ int newer_flash(const at::Context& context) {
 int fast_path() {
   static std::atomic<int> last{1};
   if (!PyGILState_Check()) return last;
-  static PyObject* const module = PyImport_ImportModule("torch.backends.mha");
+  PyObject* const module = made_once([] { return PyImport_ImportModule("torch.backends.mha"); });
   static PyObject* const name = PyUnicode_InternFromString("_is_fastpath_enabled");
   PyObject* flag = nullptr;
   if (module != nullptr) flag = PyDict_GetItemWithError(PyModule_GetDict(module), name);

@@ -11,6 +11,8 @@
 #include <array>
 #include <utility>
 
+#include "csrc/torch/made_once.h"
+
 namespace megagraph {
 
 // By type alone: torch's own check goes through the metaclass, several times as long.
@@ -20,12 +22,11 @@ inline bool is_tensor(PyObject* object) {
 
 // Whether a tensor has no class of its own, which may answer torch's functions itself.
 inline bool is_plain_tensor(PyObject* tensor) {
-  static PyObject* const parameter = [] {
-    PyObject* module = PyImport_ImportModule("torch.nn");
-    return module == nullptr ? nullptr : PyObject_GetAttrString(module, "Parameter");
-  }();
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  return type == THPVariableClass || type == parameter;
+  if (type == THPVariableClass) return true;
+  const pybind11::object& parameter = made_once(
+      [] { return pybind11::object(pybind11::module_::import("torch.nn").attr("Parameter")); });
+  return type == parameter.ptr();
 }
 
 // Of an object that is_tensor().

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -47,7 +48,12 @@ int on_event(PyDict_WatchEvent event, PyObject* dict, PyObject* key, PyObject*) 
 // Its entry, and whether it is new.
 std::pair<Watched*, bool> watch(PyObject* dict) {
   static const int watcher = PyDict_AddWatcher(&on_event);
-  if (watcher < 0 || PyDict_Watch(watcher, dict) < 0) throw pybind11::error_already_set();
+  if (watcher < 0) {
+    PyErr_Clear();  // set at the first call alone
+    throw std::runtime_error(
+        "expected one of Python's watchers of dictionaries: others have all of them");
+  }
+  if (PyDict_Watch(watcher, dict) < 0) throw pybind11::error_already_set();
   const auto [place, is_new] = watched_dicts.try_emplace(dict);
   return {&place->second, is_new};
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "csrc/torch/accumulators.h"
+#include "csrc/torch/made_once.h"
 #include "csrc/torch/python_tensors.h"
 #include "csrc/watch/dict_events.h"
 #include "csrc/watch/hash.h"

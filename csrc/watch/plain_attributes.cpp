@@ -5,6 +5,7 @@
 
 #include "csrc/watch/references.h"
 #include "csrc/watch/values.h"
+#include "csrc/torch/made_once.h"
 #include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;
@@ -67,8 +68,18 @@ bool is_same(PyObject* before, PyObject* now) {
 
 py::object content_of(const py::handle& value) {
   PyObject* const it = value.ptr();
-  const bool may_change = PyList_Check(it) || PyDict_Check(it) || PySet_Check(it);
-  return may_change ? value.attr("copy")() : py::object();
+  PyObject* content = nullptr;  // not by a method of its own, which may do anything
+  if (PyList_Check(it)) {
+    content = PyList_GetSlice(it, 0, PyList_GET_SIZE(it));
+  } else if (PyDict_Check(it)) {
+    content = PyDict_Copy(it);
+  } else if (PySet_Check(it)) {
+    content = PySet_New(it);
+  } else {
+    return {};
+  }
+  if (content == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(content);
 }
 
 bool has_same_content(const py::object& before, const py::object& now) {

@@ -2,7 +2,6 @@
 // Short ways through Python's C interface.
 #pragma once
 
-#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
 namespace megagraph {
@@ -12,15 +11,6 @@ namespace megagraph {
 inline const pybind11::str& interned(const char* name) {
   return *new pybind11::str(
       pybind11::reinterpret_steal<pybind11::str>(PyUnicode_InternFromString(name)));
-}
-
-// What `make` returns, made once for each place that says so, and never given back. Imports in it
-// may hand the GIL to a thread that comes here, too, and would wait at the guard of a plain static
-// while the first one waits for the GIL.
-template <typename Make>
-const pybind11::object& made_once(const Make& make) {
-  PYBIND11_CONSTINIT static pybind11::gil_safe_call_once_and_store<pybind11::object> made;
-  return made.call_once_and_store_result(make).get_stored();
 }
 
 // What a weak reference refers to; null where that is gone.

@@ -5,6 +5,7 @@
 #include "csrc/watch/references.h"
 #include "csrc/watch/serials.h"
 #include "csrc/watch/values.h"
+#include "csrc/torch/made_once.h"
 #include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;
@@ -74,6 +75,7 @@ void append_attributes(StateItems& items, PyObject* attributes, const StateRules
   Py_ssize_t place = 0;
   while (PyDict_Next(attributes, &place, &name, &value)) {
     if (is_skipped(rules, name)) continue;
+    const auto held = py::reinterpret_borrow<py::object>(value);  // hashing may run Python
     items.push_back(item_of(name, value, rules, may_hold_configuration));
   }
 }

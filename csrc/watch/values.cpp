@@ -10,6 +10,7 @@
 #include "csrc/watch/hash.h"
 #include "csrc/watch/references.h"
 #include "csrc/watch/serials.h"
+#include "csrc/torch/made_once.h"
 #include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;
@@ -45,19 +46,28 @@ size_t of_own_hash(PyObject* value) {
   return combined(of_type(value), static_cast<size_t>(hash));
 }
 
-// Python gives -1 and -2 one hash.
+// Python gives -1 and -2 one hash, and 2**64 that of 8.
 size_t of_integer(PyObject* value) {
   int overflow = 0;
   const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-  return overflow != 0 ? of_own_hash(value) : combined(of_type(value), static_cast<size_t>(number));
+  if (overflow != 0) return spread(of_own_hash(value));
+  return combined(of_type(value), static_cast<size_t>(number));
 }
 
 // Bit by bit: -0.0 is another value than 0.0, and a NaN one value.
-size_t of_float(PyObject* value) {
-  const double number = PyFloat_AsDouble(value);
+size_t of_bits(double number) {
   uint64_t bits = 0;
   std::memcpy(&bits, &number, sizeof bits);
-  return combined(of_type(value), bits);
+  return bits;
+}
+
+size_t of_float(PyObject* value) {
+  return combined(of_type(value), of_bits(PyFloat_AsDouble(value)));
+}
+
+size_t of_complex(PyObject* value) {
+  const Py_complex number = PyComplex_AsCComplex(value);
+  return combined(of_type(value), combined(of_bits(number.real), of_bits(number.imag)));
 }
 
 struct Types {
@@ -69,10 +79,8 @@ struct Types {
                               py::module_::import("argparse").attr("Namespace")};
 };
 
-// Never given back.
 const Types& types() {
-  static const Types& known = *new Types;
-  return known;
+  return made_once([] { return Types{}; });
 }
 
 bool is_a(PyObject* value, const py::object& type) {
@@ -109,9 +117,8 @@ std::optional<size_t> of_plain(PyObject* value) {
   if (is_a(value, types().enumeration)) return of_identity(value);
   if (PyLong_Check(value)) return of_integer(value);
   if (PyFloat_Check(value)) return of_float(value);
-  if (PyUnicode_Check(value) || PyBytes_Check(value) || PyComplex_Check(value)) {
-    return of_own_hash(value);
-  }
+  if (PyComplex_Check(value)) return of_complex(value);
+  if (PyUnicode_Check(value) || PyBytes_Check(value)) return of_own_hash(value);
   if (is_a(value, types().device)) return of_own_hash(value);
   return {};
 }
@@ -202,11 +209,14 @@ void ValueHasher::meet_mutable() {
   dicts_ = nullptr;
 }
 
+// Values that take no weak reference are asked in Python, and another thread may have its turn
+// meanwhile: what is looked at is held, and a container may be another one at its end.
 size_t ValueHasher::of_sequence(PyObject* sequence) {
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
-  Hash hash(size);
-  for (Py_ssize_t i = 0; i < std::min(size, kLargest); ++i) {
-    hash.mix((*this)(PySequence_Fast_GET_ITEM(sequence, i)));
+  const auto size = [sequence] { return PySequence_Fast_GET_SIZE(sequence); };
+  Hash hash(size());
+  for (Py_ssize_t i = 0; i < std::min(size(), kLargest); ++i) {
+    const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence, i));
+    hash.mix((*this)(item.ptr()));
   }
   return hash.value();
 }
@@ -217,7 +227,9 @@ size_t ValueHasher::of_entries(PyObject* dict) {
   Py_ssize_t place = 0, count = 0;
   size_t sum = spread(PyDict_Size(dict));
   while (count++ < kLargest && PyDict_Next(dict, &place, &key, &value)) {
-    sum += combined((*this)(key), (*this)(value));
+    const auto held = py::reinterpret_borrow<py::object>(value);
+    const auto name = py::reinterpret_borrow<py::object>(key);
+    sum += combined((*this)(name.ptr()), (*this)(held.ptr()));
   }
   return sum;
 }
@@ -248,7 +260,7 @@ size_t ValueHasher::of_members(PyObject* object) {
 size_t ValueHasher::of_set(PyObject* set) {
   if (PySet_Size(set) > kLargest) return combined(of_identity(set), PySet_Size(set));
   size_t sum = spread(PySet_Size(set));
-  for (const py::handle item : py::reinterpret_borrow<py::object>(set)) {
+  for (const py::handle item : py::reinterpret_steal<py::object>(PyFrozenSet_New(set))) {
     sum += spread((*this)(item.ptr()));
   }
   return sum;

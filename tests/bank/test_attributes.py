@@ -81,10 +81,21 @@ def test_a_site_that_binds_another_tensor_or_value_stays_eager(device: str, name
     assert repr(vars(keeps).get(attribute)) == repr(vars(eager).get(attribute))
 
 
+class Kept(dict[str, int]):
+    """Bug: its own copy was asked for, and the capture ended in its error."""
+
+    def copy(self) -> Any:
+        raise RuntimeError("not to be copied")
+
+
 SETTLING: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any]]] = {
     "a flag": (lambda module, hidden: setattr(module, "flag", True), {"flag": False}),
     "a new attribute": (lambda module, hidden: setattr(module, "width", hidden.shape[1]), {}),
     "a cache": (lambda module, hidden: module.cache.setdefault("width", hidden.shape[1]), {"cache": {}}),
+    "a cache of its own kind": (
+        lambda module, hidden: module.cache.setdefault("width", hidden.shape[1]),
+        {"cache": Kept()},
+    ),
 }
 
 
