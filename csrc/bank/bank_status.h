@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 
 #include "csrc/decide/eager_reason.h"
 
@@ -38,7 +40,22 @@ struct Counters {
 // Lives as long as any of its readers.
 struct BankStatus {
   std::atomic<BankState> state{BankState::kWarmUp};
+  std::atomic<int> passes{0};  // that run, on any thread
   Counters counters;
+};
+
+// A pass of graphs that runs: meanwhile nobody releases them.
+class RunningPass {
+ public:
+  explicit RunningPass(std::shared_ptr<BankStatus> status) : status_(std::move(status)) {
+    ++status_->passes;
+  }
+  ~RunningPass() { --status_->passes; }
+  RunningPass(const RunningPass&) = delete;
+  RunningPass& operator=(const RunningPass&) = delete;
+
+ private:
+  const std::shared_ptr<BankStatus> status_;
 };
 
 }  // namespace megagraph

@@ -4,13 +4,16 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace megagraph {
 
 at::Tensor alias_like(const at::Tensor& like, c10::DataPtr data, std::optional<int64_t> rows) {
   size_t bytes = like.nbytes();
-  if (rows) bytes = bytes / like.size(0) * *rows;
+  const bool is_cut = rows.has_value() && like.dim() > 0;
+  const int64_t kept = rows.value_or(0);
+  if (is_cut) bytes = bytes / std::max<int64_t>(like.size(0), 1) * kept;
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
       c10::GetAllocator(like.device().type()), /*resizable=*/true);
@@ -18,9 +21,9 @@ at::Tensor alias_like(const at::Tensor& like, c10::DataPtr data, std::optional<i
       /*version_counter=*/c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
   impl->set_storage_keep_dtype(std::move(storage));
   impl->set_storage_offset(0);
-  if (rows) {
+  if (is_cut) {
     at::DimVector sizes(like.sizes().begin(), like.sizes().end());
-    sizes[0] = *rows;
+    sizes[0] = kept;
     impl->set_sizes_contiguous(sizes);
   }
   return at::Tensor(std::move(impl));

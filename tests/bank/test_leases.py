@@ -128,6 +128,18 @@ def test_autograd_grad_has_bits_that_no_later_backward_overwrites(device: str) -
         pair.zero_grads()
 
 
+def test_a_gradient_that_is_negated_when_it_is_read_has_its_sign(pair: Pair) -> None:
+    """Bug: the memory behind it was taken as it was."""
+    for _ in range(2):
+        micro_batch = pair.forward()
+        grad = torch.randn_like(micro_batch.eager_output)
+        for output in (micro_batch.output, micro_batch.eager_output):
+            output.register_hook(torch._neg_view)
+            output.backward(grad)
+        assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradients of the input")
+        pair.zero_grads()
+
+
 def test_a_backward_of_some_gradients_alone_is_an_error_where_graphs_add_to_main_grad(device: str) -> None:
     """Bug: it added those of all parameters, where eager adds none."""
     pair = Pair(device, blocks(), main_grad=True, num_slots=2).capture()

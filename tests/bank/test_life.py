@@ -57,6 +57,34 @@ def test_a_backward_after_the_end_of_its_bank_raises(pair: Pair, is_held: bool) 
         pending.backward()
 
 
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_bank_that_goes_while_a_backward_runs_lets_that_come_to_its_end(
+    device: str, is_dropped: bool
+) -> None:
+    """Bug: the process died. A release is an error then, wherever it comes from."""
+    pair = Pair(device, blocks()).capture()
+    bank, errors = [pair.bank], list[str]()
+
+    def done(_first: int, _last: int) -> None:
+        try:
+            del bank[:]
+            gc.collect()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def release(_first: int, _last: int) -> None:
+        with pytest.raises(RuntimeError, match="a pass of this bank's graphs is running"):
+            bank[0].release()
+        errors.append("told")
+
+    pair.bank.set_listener(lambda: True, done if is_dropped else release, [2, 1, 0])
+    pending = pair.forward()
+    if is_dropped:
+        del pair.bank
+    pending.backward()
+    assert is_dropped is not bool(errors)
+
+
 def test_graphs_with_collectives_wait_a_moment_for_a_tensor_and_name_who_keeps_it(device: str) -> None:
     """Bug: threads of gloo let go of what they have sent a little after everybody has been told."""
     pair = Pair(device, blocks(), run_eager_alike=lambda *_where: None).capture()

@@ -2,6 +2,7 @@
 """Calls that a replay cannot serve as eager would: their tensors, torch's modes, settings, writes."""
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -117,6 +118,7 @@ CALLS: dict[str, Callable[[Bank], Any]] = {
     "begin": lambda bank: bank.begin(0, [], True),
     "end": lambda bank: bank.end(),
     "replay": lambda bank: bank.replay_all(torch.zeros(ROWS, WIDTH)),
+    "release": lambda bank: bank.release(),  # Bug: the process died
 }
 
 
@@ -145,7 +147,7 @@ def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(name: st
     out.sum().backward()
     meddles = False
     del out
-    assert errors and "another thread is replaying this bank" in errors[0]
+    assert errors and re.match("another thread is replaying|a pass of this bank's graphs is run", errors[0])
     pair.zero_grads()
     assert pair.step() is None
 

@@ -76,13 +76,11 @@ AccumulatorSwap::~AccumulatorSwap() { restore(); }
 
 void AccumulatorSwap::install() {
   TORCH_CHECK(!installed_, "the accumulators are swapped already");
+  for (Swapped& swapped : swapped_) swapped.original = accumulator_of(swapped.param);
   installed_ = true;
   // Casts of weights that autocast keeps lead to their accumulators of now, and hold their values.
   kept_casts_ = set_keeps_casts(false);
-  for (Swapped& swapped : swapped_) {
-    swapped.original = accumulator_of(swapped.param);
-    set_accumulator(swapped.param, swapped.ours);
-  }
+  for (const Swapped& swapped : swapped_) set_accumulator(swapped.param, swapped.ours);
 }
 
 void AccumulatorSwap::join() { additions_->join(); }
@@ -92,9 +90,8 @@ void AccumulatorSwap::restore() noexcept {
   installed_ = false;
   set_keeps_casts(kept_casts_);
   additions_->forget();
-  // In reverse, so that a parameter listed twice gets its first accumulator back.
-  for (auto it = swapped_.rbegin(); it != swapped_.rend(); ++it) {
-    set_accumulator(it->param, std::exchange(it->original, AccumulatorPtr()));
+  for (Swapped& swapped : swapped_) {
+    set_accumulator(swapped.param, std::exchange(swapped.original, AccumulatorPtr()));
   }
 }
 

@@ -11,7 +11,8 @@ namespace megagraph {
 
 Finish::Finish(const GraphBank& bank, std::shared_ptr<Slot> slot,
                std::shared_ptr<const VariantGraphs> graphs, int site)
-    : listener_(bank.listener()),
+    : status_(bank.status()),
+      listener_(bank.listener()),
       device_(bank.device()),
       slot_(std::move(slot)),
       graphs_(std::move(graphs)),
@@ -46,6 +47,7 @@ void Finish::launch() {
     ~Done() { slot.finish(site); }
   } done{*slot_, site_};
 
+  const RunningPass running(status_);
   check_unchanged();
   {
     const Launch launch(device_);

@@ -43,6 +43,7 @@ class Finish {
   enum class Stage : uint8_t { kBeforeBackward, kUnfinished, kFinished, kGivenUp };
   void check_unchanged() const;
 
+  const std::shared_ptr<BankStatus> status_;
   const std::shared_ptr<const GradientListener> listener_;
   const c10::Device device_;
   const std::shared_ptr<Slot> slot_;

@@ -122,7 +122,13 @@ bool GraphBank::is_facing_held(int slot, int site, bool may_wait) const {
 
 GraphBank::~GraphBank() {
   if (state() != BankState::kReleased) wait_for(device_);
-  release();
+  if (status_->passes == 0) {
+    release();
+    return;
+  }
+  // Taken by somebody that a backward calls: its graphs go with its node.
+  status_->state.store(BankState::kReleased);
+  for (const auto& slot : slots_.slots()) slot->detach();
 }
 
 void GraphBank::become(BankState next) {
@@ -370,7 +376,8 @@ void GraphBank::append_input(SegmentList& segments, const at::Tensor& input,
   if (is_packed && end_source >= 0) {
     const at::Tensor& offsets = sources_.at(end_source);
     segment.kind = SegmentKind::kRows;
-    segment.row_bytes = static_cast<int64_t>(buffer.nbytes()) / buffer.size(0);
+    segment.row_bytes =
+        static_cast<int64_t>(buffer.nbytes()) / std::max<int64_t>(buffer.size(0), 1);
     segment.end = offsets.const_data_ptr<int32_t>() + offsets.numel() - 1;
   }
   segments.add(segment);
@@ -447,6 +454,8 @@ std::shared_ptr<const VariantGraphs> GraphBank::gather(int variant, int slot) co
 
 void GraphBank::release() {
   if (state() == BankState::kReleased) return;
+  TORCH_CHECK(status_->passes == 0,
+              "a pass of this bank's graphs is running: release it once that is over");
   status_->state.store(BankState::kReleased);
   for (const auto& slot : slots_.slots()) slot->detach();
   for (const auto& site : sites_) site->release();

@@ -194,7 +194,7 @@ class GraphBank {
     slots_.continue_from(former.slots_);
   }
   // Drops every graph. Backward passes that are still pending raise from now on. The caller has
-  // waited for the device.
+  // waited for the device; throws while a pass runs, on whatever thread.
   void release();
 
  private:

@@ -22,7 +22,8 @@ using torch::autograd::variable_list;
 
 ReplayNode::ReplayNode(const GraphBank& bank, std::shared_ptr<Slot> slot, Graphs graphs, int first,
                        int last)
-    : listener_(bank.listener()),
+    : status_(bank.status()),
+      listener_(bank.listener()),
       device_(bank.device()),
       slot_(std::move(slot)),
       facing_(bank.facing(slot_->index())),
@@ -87,12 +88,13 @@ void ReplayNode::stage_gradients(const variable_list& grads) const {
     segment.dst = buffer.mutable_data_ptr();
     segment.dst_size = static_cast<int64_t>(buffer.nbytes());
     if (grads[i].defined()) {
-      if (grads[i].const_data_ptr() == buffer.const_data_ptr()) continue;
+      // Of one that is negated when somebody reads it, the memory has other values.
+      dense.push_back(grads[i].resolve_neg().contiguous());
+      if (dense.back().const_data_ptr() == buffer.const_data_ptr()) continue;
       TORCH_CHECK(
           grads[i].sizes() == buffer.sizes() && grads[i].scalar_type() == buffer.scalar_type(),
           "gradient of output ", i, " of site ", last_, ": expected ", buffer.scalar_type(), " ",
           buffer.sizes(), ", got ", grads[i].scalar_type(), " ", grads[i].sizes());
-      dense.push_back(grads[i].contiguous());
       segment.src = dense.back().const_data_ptr();
       segment.src_size = static_cast<int64_t>(dense.back().nbytes());
     }
@@ -184,6 +186,7 @@ at::Tensor ReplayNode::handed_out(const at::Tensor& grad, int site,
 }
 
 variable_list ReplayNode::apply(variable_list&& grads) {
+  const RunningPass running(status_);
   const bool are_transients_gone =
       slot_->await_transients() && (facing_ == nullptr || facing_->await_transients());
   check_unchanged();

@@ -58,6 +58,7 @@ class ReplayNode final : public LendingNode {
   void stage_gradients(const torch::autograd::variable_list& grads) const;
   at::Tensor handed_out(const at::Tensor& grad, int site, const torch::autograd::Edge& edge) const;
 
+  const std::shared_ptr<BankStatus> status_;
   const std::shared_ptr<const GradientListener> listener_;
   const c10::Device device_;
   const std::shared_ptr<Slot> slot_;

@@ -47,7 +47,7 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
                                              std::vector<at::Tensor>& outputs) {
   TORCH_CHECK(current_ != nullptr, "site ", first, " was called outside a micro-batch of its bank");
   if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
-  // Copies: another thread may release the bank during a wait.
+  const RunningPass running(status_);
   const std::shared_ptr<Slot> slot = current_;
   const int variant = slot->variant();
   const bool training = variants_[variant].training;
@@ -77,9 +77,9 @@ std::optional<EagerReason> GraphBank::replay(int first, int last,
     if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
     if (!slot->enter(first, last)) return EagerReason::kNesting;
   }
-  if (poison_) poison_before(slot->index(), first, last);
   NodePtr<ReplayNode> node;
   if (training) node = ReplayNode::make(*this, slot, graphs, first, last);
+  if (poison_) poison_before(slot->index(), first, last);
 
   SegmentList segments;
   append_metadata(segments);
