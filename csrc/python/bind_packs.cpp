@@ -151,7 +151,9 @@ void bind_packs(py::module_& m) {
       .def_readonly("is_aliased", &PackForm::is_aliased)
       .def_readonly("pad_between_seqs", &PackForm::pad_between_seqs)
       .def_readonly("has_seq_idx", &PackForm::has_seq_idx)
-      .def_static("of", &pack_form, py::arg("params"));
+      .def_static(
+          "of", [](const py::handle& params) { return pack_form(params, std::nullopt); },
+          py::arg("params"));
   like_values(form, {"has_padded", "is_aliased", "pad_between_seqs", "has_seq_idx"});
   py::class_<VariantKey> key(m, "VariantKey");
   key.def(py::init([](std::optional<Capacity> capacity, const PackForm& form, bool grad,

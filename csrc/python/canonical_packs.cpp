@@ -41,9 +41,10 @@ struct PackClass {
   py::object type;      // alive, so that no other one has its address
   py::object megatron;  // of the dataclass that a host's own class extends, or of the class itself
   bool is_extended;
+  std::optional<bool> can_be_made{};  // once somebody has asked
 };
 
-const PackClass& class_of(const py::object& params) {
+PackClass& class_of(const py::object& params) {
   static auto& known = *new std::map<PyObject*, PackClass>;
   const py::object type = py::type::of(params);
   const auto found = known.find(type.ptr());
@@ -76,13 +77,28 @@ py::object copy_of(const py::object& params) {
 
 std::vector<py::object> host_names(const py::object& params) {
   const py::object& megatrons = class_of(params).megatron;
-  const auto attributes = attributes_of(params.ptr()).cast<py::dict>();
   std::vector<py::object> names;
+  const auto attributes = attributes_of(params.ptr()).cast<py::dict>();
   if (attributes.size() <= py::len(megatrons)) return names;  // as in nearly every micro-batch
   for (const auto& [name, value] : attributes) {
     if (!megatrons.contains(name)) names.push_back(py::reinterpret_borrow<py::object>(name));
   }
   return names;
+}
+
+bool can_be_made(const py::object& params) {
+  PackClass& fields = class_of(params);
+  if (fields.can_be_made) return *fields.can_be_made;
+  py::dict given;
+  try {
+    for (const py::str* name : names().offsets) given[*name] = params.attr(*name);
+    const py::object made = called_with(fields.type, given);
+    for (const auto& [name, value] : given) py::setattr(made, name, value);
+    fields.can_be_made = _PyObject_GetDictPtr(made.ptr()) != nullptr;
+  } catch (const py::error_already_set&) {
+    fields.can_be_made = false;
+  }
+  return *fields.can_be_made;
 }
 
 void mark_canonical(const py::object& params, bool by_token) {

@@ -21,6 +21,9 @@
 
 namespace megagraph {
 
+// Whether others of the pack's class can be made of offsets alone, and be told more afterwards, as
+// of Megatron's: not of one with slots, or an `__init__` of its own that wants something else.
+bool can_be_made(const pybind11::object& params);
 // Marks the offsets of a pack, which nobody else holds.
 void mark_canonical(const pybind11::object& params, bool by_token);
 bool is_canonical(const pybind11::handle& offsets);

@@ -10,9 +10,11 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
-// One of inference mode does not say.
-int64_t writes_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? -1 : static_cast<int64_t>(tensor._version());
+// Its writes, and where it lies. One of inference mode counts no writes, and is compared each time.
+std::optional<std::array<int64_t, 2>> mark_of(const at::Tensor& tensor) {
+  if (tensor.is_inference()) return std::nullopt;
+  return {{static_cast<int64_t>(tensor._version()),
+           reinterpret_cast<int64_t>(tensor.const_data_ptr())}};
 }
 
 bool have_equal_entries(const at::Tensor& one, const at::Tensor& other) {
@@ -65,13 +67,13 @@ bool Constants::is_equal(const py::handle& name, const py::handle& value) {
   PyObject* const known = PyDict_GetItemWithError(values_.ptr(), name.ptr());
   if (known == nullptr || !is_tensor(known) || !is_tensor(value.ptr())) return false;
   const at::Tensor &constant = tensor_of(known), &tensor = tensor_of(value.ptr());
-  const std::array<int64_t, 2> writes{writes_of(tensor), writes_of(constant)};
+  const std::array marks{mark_of(tensor), mark_of(constant)};
   const auto place = name.cast<std::string>();
   const auto before = equal_.find(place);
   const bool is_known = before != equal_.end() && before->second.tensor.is_same(tensor) &&
-                        before->second.writes == writes;
+                        before->second.marks == marks && marks[0] && marks[1];
   if (!is_known && !have_equal_entries(tensor, constant)) return false;
-  equal_[place] = {tensor, writes};
+  equal_[place] = {tensor, marks};
   return true;
 }
 

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -35,8 +36,9 @@ class Constants {
 
  private:
   struct Equal {
-    at::Tensor tensor;              // the last one that equalled a constant
-    std::array<int64_t, 2> writes;  // how often either had been written by then
+    at::Tensor tensor;  // the last one that equalled a constant
+    // How often either had been written by then, and where it lay.
+    std::array<std::optional<std::array<int64_t, 2>>, 2> marks;
   };
 
   bool has(const pybind11::handle& name, const pybind11::handle& value);

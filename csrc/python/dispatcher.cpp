@@ -111,8 +111,9 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
       pack_shape(params, tokens, rules_->extra_seqs, cp_size.value_or(options_.cp_size));
   if (!shape) return {EagerReason::kNoPackMetadata};
   if (!cp_size) return {EagerReason::kCpSizeNotCaptured};
-  const auto form = pack_form(params);
-  if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
+  const auto form = pack_form(params, bank_->device());
+  if (!form || !can_be_made(params) ||
+      (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
     return {EagerReason::kSignatureChanged};
   }
   Found found{std::nullopt, *shape, *form};

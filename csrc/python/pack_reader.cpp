@@ -100,13 +100,19 @@ std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, in
   return PackShape{tokens, numel(offsets) - 1 + extra_seqs, std::max<int64_t>(longest, 1), cp_size};
 }
 
-std::optional<PackForm> pack_form(const py::handle& params) {
+std::optional<PackForm> pack_form(const py::handle& params, std::optional<c10::Device> device) {
+  const auto are_offsets = [device](const py::object& given) {
+    if (!is_tensor(given.ptr())) return false;
+    const at::Tensor& offsets = tensor_of(given.ptr());
+    return offsets.scalar_type() == at::kInt && offsets.dim() == 1 && offsets.numel() > 0 &&
+           offsets.is_contiguous() && (!device || offsets.device() == *device);
+  };
   const py::object q = attribute(params, fields().q), kv = attribute(params, fields().kv);
-  if (!is_tensor(q.ptr()) || !are_same(q, kv)) return std::nullopt;
+  if (!are_offsets(q) || !are_same(q, kv)) return std::nullopt;
   const py::object q_padded = attribute(params, fields().q_padded);
   const py::object kv_padded = attribute(params, fields().kv_padded);
   if (!are_same(q_padded, kv_padded)) return std::nullopt;
-  if (!q_padded.is_none() && !is_tensor(q_padded.ptr())) return std::nullopt;
+  if (!q_padded.is_none() && !are_offsets(q_padded)) return std::nullopt;
   const auto longest = longest_document(params);
   const auto longest_kv = known_integer(attribute(params, fields().longest_kv));
   if (longest && longest_kv && *longest != *longest_kv) return std::nullopt;

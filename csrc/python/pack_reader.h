@@ -39,7 +39,10 @@ std::optional<PackShape> pack_shape(const pybind11::handle& params, int64_t toke
 // The tokens of its longest document, as far as the host knows them.
 std::optional<int64_t> longest_document(const pybind11::handle& params);
 
-std::optional<PackForm> pack_form(const pybind11::handle& params);
+// None of one whose offsets no op takes: int32 [N + 1], contiguous, on `device` if that
+// is given.
+std::optional<PackForm> pack_form(const pybind11::handle& params,
+                                  std::optional<c10::Device> device);
 
 // What staging reads of a pack of a form: offsets, padded ones, `seq_idx`, and if `cp_size` ranks
 // share it, the offsets of this one's rows, which has a share of every document.
