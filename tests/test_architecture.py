@@ -150,9 +150,6 @@ def test_every_place_names_the_same_releases_of_torch() -> None:
     assert built == [*(f"3.12:{minor}" for minor in minors), *others]
 
 
-# -- lists of .ci ------------------------------------------------------------------------------------
-
-
 needs_scripts = pytest.mark.skipif(not FOLDER.exists(), reason="is no part of the source distribution")
 
 

@@ -39,8 +39,6 @@ BENCHMARKS: dict[str, Any] = {it: importlib.import_module(f"benchmarks.bench_{it
 REFUSED = {"error": "RuntimeError: no"}
 FIGURE = Figure(name="f", value=2, unit="us", bar=3)
 
-# -- every published figure ------------------------------------------------------------------------
-
 # Of `training`; a soak test measures these.
 _COSTS = ("allocations in 4032 replays", "synchronisations in 4032 replays")
 SOAKED = ("packs over the capacity, run eager", *_COSTS)
@@ -156,9 +154,6 @@ def test_the_drawings_find_their_figures(
     assert {*itertools.chain(*gains)} == {1.0} and drawn.read_text().count("1.00") == 4 * 3
 
 
-# -- the command -----------------------------------------------------------------------------------
-
-
 def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_those_of_one_gpu(
     tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Any
 ) -> None:
@@ -185,9 +180,6 @@ def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_
     assert "rope: RuntimeError: second: KeyError: 'median'" in capsys.readouterr().err
     assert {it.stem for it in path.parent.iterdir()} == {"rope", "training"}
     assert read_figures(path) == (FIGURE,), "what was measured stays"
-
-
-# -- processes, pairs and rivals -------------------------------------------------------------------
 
 
 @pytest.mark.megatron
@@ -227,9 +219,6 @@ def test_pairs_are_compared_before_their_median_is_taken() -> None:
     assert (figure.value, figure.p10, figure.p90) == (2.0, pytest.approx(1.2), pytest.approx(2.8))
     with pytest.raises(ValueError):
         results.ratios([1.0], [1.0, 2.0])
-
-
-# -- what is measured ------------------------------------------------------------------------------
 
 
 def flat(steps: Sequence[Sequence[Pack]]) -> list[Pack]:
@@ -303,8 +292,6 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
     with pytest.raises(ValueError, match="found none"):
         read_timeline({"traceEvents": events[2:]})
 
-
-# -- the format of figures ---------------------------------------------------------------------------
 
 STORED = {"name": "forward", "value": 3.5, "unit": "us", "bar": 4.0, "holds": True}
 STORED |= {"rival": "eager", "rival_value": 25.0, "floor": 1.1, "p10": 3.0, "p90": 5.0}

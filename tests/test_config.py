@@ -84,9 +84,6 @@ def test_switches_understand_the_usual_words() -> None:
             assert GraphConfig.from_env(variables(progress=word)).progress is value
 
 
-# -- precedence ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_a_variable_goes_before_the_base_leaves_its_other_options_and_may_lean_on_them(name: str) -> None:
     """MEGAGRAPH_MAX_SEQLEN over a file that holds the other two was refused: 'expected together with'."""
@@ -141,9 +138,6 @@ def test_the_older_name_of_the_modules_is_taken_in_python_and_takes_the_place_of
     assert config.cuda_graph_modules == ("attn", "mlp")
     assert dataclasses.replace(config, mode="off").cuda_graph_modules == ("attn", "mlp")
     assert GraphConfig.from_env(variables(cuda_graph_scope="moe"), config).cuda_graph_modules == ("moe",)
-
-
-# -- errors --------------------------------------------------------------------------------------
 
 
 COUNTS, GRANULARITY = "cuda_graph_max_packed_seqs", "cuda_graph_granularity"
@@ -248,9 +242,6 @@ def test_a_file_without_our_table_is_refused(text: str, message: str, tmp_path: 
         GraphConfig.from_toml(written(text, tmp_path))
 
 
-# -- capacities ----------------------------------------------------------------------------------
-
-
 def test_capacities_come_sorted_and_each_once() -> None:
     config = GraphConfig(cuda_graph_max_packed_seqs=(32, 8, 32), max_seqlen_per_dp_cp_rank=512)
     expected = tuple(Capacity(tokens=512, num_seqs=n, max_seqlen=512) for n in (8, 32))
@@ -274,9 +265,6 @@ def test_documents_as_long_as_a_ranks_tokens_may_be_as_long_as_the_pack_that_ran
 def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         GraphConfig().mode = "off"
-
-
-# -- options in Python, which may be spelled as in TOML --------------------------------------------------
 
 
 MODULES = "cuda_graph_modules"

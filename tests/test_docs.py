@@ -168,9 +168,6 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {named(path) for path in DOCS if path.parent.name == "docs"} <= linked
 
 
-# -- figures -----------------------------------------------------------------------------------------
-
-
 def figures_of(name: str) -> dict[tuple[str, str | None], dict[str, Any]]:
     """Figures of a result, by name and rival."""
     figures = json.loads(read(ROOT / "benchmarks" / "results" / f"{name}.json"))["figures"]

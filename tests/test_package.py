@@ -80,13 +80,11 @@ def test_the_public_names_are_listed_and_the_version_is_the_cores(capsys: Captur
     assert capsys.readouterr().out == f"megagraph {build_info.VERSION}\n"
 
 
-# -- what an sdist holds; that it builds, installs and runs is checked by `make sdist` ---------------
-
-
 def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_built(tmp_path: Path) -> None:
     """Built as without a GPU and without a former build's list of files.
 
     It held no header, and of a build without CUDA no kernel; and ten test files without their conftest.
+    That it builds, installs and runs is checked by `make sdist`.
     """
     pytest.importorskip("setuptools")
     folders = "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path
@@ -113,9 +111,6 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
         "Classifier: Programming Language :: Python :: 3.13",
     ):
         assert line in info.splitlines(), line
-
-
-# -- what a build asks for, and says -----------------------------------------------------------------
 
 
 Build = Callable[[], SimpleNamespace]
@@ -169,9 +164,6 @@ def test_what_a_build_lacks_is_said_in_one_sentence(build: Build, monkeypatch: M
     monkeypatch.setattr("setuptools.__version__", "64.0.3")
     with pytest.raises(SystemExit, match=r"setuptools 77 or newer, found 64\.0\.3: run `pip install"):
         build()
-
-
-# -- who speaks, and that it is heard ----------------------------------------------------------------
 
 
 def test_a_warning_is_seen_without_any_logging_set_up() -> None:

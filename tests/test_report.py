@@ -61,9 +61,6 @@ def cells(reports: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     return rows
 
 
-# -- the table -----------------------------------------------------------------------------------
-
-
 def test_the_table_names_graphs_that_are_used_unverified() -> None:
     sites = [
         {"variant": variant, "site": f"layer {layer}", "why": why}
@@ -127,9 +124,6 @@ def test_capacities_and_micro_batches_are_told_apart_by_the_ranks_that_share_the
     assert scalars([shared])["megagraph/GPTModel/cp_2/replayed"] == 12.0
 
 
-# -- scalars -------------------------------------------------------------------------------------
-
-
 def test_scalars_are_plain_numbers_by_model_and_name_since_an_earlier_report() -> None:
     """Bug: models shared their names, so that the last one's numbers stood for all; all were totals."""
     plain = {"calls": 12_000, "replays": 9_000, "capture_seconds": 1.256, "replayed_rows": 40_000}
@@ -156,9 +150,6 @@ def test_scalars_are_plain_numbers_by_model_and_name_since_an_earlier_report() -
     }
     assert values["megagraph/GPTModel_stage_1_chunk_0_2/calls"] == 12_000.0
     assert len(values) == len(second) + len(plain)
-
-
-# -- writing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reports", [[], [MODEL | {"of_a_later_version": 1}], [MODEL, IDLE]])
@@ -269,8 +260,6 @@ def test_a_hyphen_is_standard_output_and_a_file_that_takes_it_is_not_replaced(
     assert [*tmp_path.iterdir()] == [out] and path_of_stage(Path("-"), 1) == Path("-")
 
 
-# -- malformed files -----------------------------------------------------------------------------
-
 WRONG_VALUES: list[tuple[str, object]] = [
     *(("calls", "many"), ("eager", ["WARMING_UP"]), ("eager", {"WARMING_UP": None})),
     *(("capacities", [{"tokens": 4}]), ("padding_share", "1%")),
@@ -310,8 +299,6 @@ def test_a_malformed_report_says_what_is_wrong(
     assert out == "" and str(path) in err
     assert not message or err.startswith(f"megagraph report: {path}: {message}")
 
-
-# -- when slots were leased -------------------------------------------------------------------------
 
 LEASES = {"stage 0": [[0, True, 1.0, 4.0], [1, False, 2.0, None]]}
 

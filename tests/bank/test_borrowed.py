@@ -142,9 +142,6 @@ def test_a_number_on_the_cpu_is_compared_beside_graphs_on_a_gpu() -> None:
         assert reads.has_moved() == is_baked
 
 
-# -- parameters --------------------------------------------------------------------------------------
-
-
 class _Hidden(torch.autograd.Function):
     """Multiplies by a weight that no op is given, as a kernel that is called beside torch's dispatcher."""
 

@@ -179,9 +179,6 @@ def test_micro_batches_in_turn_each_get_their_own(device: str) -> None:
     assert pair.counts() == {"calls": 7 * 3, "replays": 7 * 3}
 
 
-# -- order -----------------------------------------------------------------------------------------
-
-
 def test_nothing_enters_the_slot_of_an_unfinished_site(device: str) -> None:
     """Neither a backward, which raises, nor a forward, nor another micro-batch."""
     pair = DelayedPair(device)
@@ -265,9 +262,6 @@ def test_gradients_are_told_of_when_they_are_there(device: str) -> None:
     assert told == [(index, index, True) for index in (2, 1, 0)]
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_finished_any_more(device: str) -> None:
     """Its output was dropped, its input written, a setting changed, or the bank was released."""
     pair = DelayedPair(device, [DelayedBlock()])
@@ -324,9 +318,6 @@ def test_a_product_that_fails(device: str) -> None:
 def test_late_gradients_need_main_grad(device: str) -> None:
     pair = DelayedPair(device, [DelayedBlock()], main_grad=False)
     assert "expected main_grad of up.weight" in pair.failure(0, EagerReason.CAPTURE_FAILED)
-
-
-# -- verification ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

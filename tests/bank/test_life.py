@@ -185,9 +185,6 @@ def test_the_grad_mode_belongs_to_the_signature(device: str) -> None:
     assert pair.step() is None
 
 
-# -- variants that go, between steps; the others go on --------------------------------------------
-
-
 def _forward_only(pair: Pair) -> EagerReason | None:
     with torch.no_grad():
         return pair.forward(key="eval", requires_grad=False).reason

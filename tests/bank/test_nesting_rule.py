@@ -195,9 +195,6 @@ class Replay:
         self._write(self.of[site]["rest"])
 
 
-# -- the rule --------------------------------------------------------------------------------------
-
-
 def is_corrupt(graphs: Graphs, passes: str) -> bool:
     """Replays "F0 F1 B1 B0" without asking anyone; whether a pass wrote over what another one still reads."""
     replay = Replay(graphs)

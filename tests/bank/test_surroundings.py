@@ -90,9 +90,6 @@ def test_a_slot_may_become_free_inside_a_mode_that_refuses_to_fill_it(device: st
         assert pair.forward(requires_grad=False).reason is None
 
 
-# -- recompute by saved-tensor hooks -----------------------------------------------------------------
-
-
 def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(pair: Pair) -> None:
     reasons = []
 

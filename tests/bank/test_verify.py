@@ -120,9 +120,6 @@ def test_a_gradient_that_only_one_of_them_makes_is_a_difference(device: str, gra
     assert (found.index, found.tensor, found.off) == (0, "gradient of weight", float("inf"))
 
 
-# -- modules that differ from themselves -------------------------------------------------------------
-
-
 def noisy(least: float, most: float) -> Applies:
     """Another result in each call, of no random stream of torch's."""
     return Applies(lambda hidden: hidden * (1.5 if Baked.is_captured else random.uniform(least, most)))
@@ -206,9 +203,6 @@ def test_a_rounding_that_does_not_recur_is_chance_but_where_algorithms_are_deter
     assert len(others) == (0 if is_rounding else times - 1)
 
 
-# -- ranks that share communicators ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("differs_elsewhere", [False, True])
 def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsewhere: bool) -> None:
     """Bug: where a layer differed from itself on one rank alone, only that rank ran it again."""
@@ -283,9 +277,6 @@ def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
     with pytest.raises(RuntimeError, match=r"^variant it runs eager \(on another rank\) and cannot be"):
         verify(bank, "it", example("cpu"))
     assert not runs and bank.all_free()
-
-
-# -- what is compared --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("growth", [1e4, 1.0])
@@ -394,9 +385,6 @@ def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(devi
     first, second, third = bank.sites
     bank.sites = (first, site, third)
     assert verify(bank, "it", example(device)).not_run == {1: "RECOMPUTING"}
-
-
-# -- what calls write beside gradients ---------------------------------------------------------------
 
 
 class Counts(nn.Module):

@@ -28,8 +28,6 @@ from megagraph.reasons import EagerReason
 
 Pair = tuple[Block, Block]
 
-# -- invented times --------------------------------------------------------------------------------
-
 
 def pairs_of(eager_ms: float, graphed_ms: float, *, noise: float = 0.0, count: int = 5) -> list[Pair]:
     """Of blocks whose steps take that long, give or take a share of it, on a machine that slows down."""
@@ -158,9 +156,6 @@ def test_blocks_take_turns_and_the_first_step_of_each_is_not_timed(monkeypatch: 
     assert found.packs == dataclasses.replace(PACKS, room=(110, 8))
 
 
-# -- the table -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -186,8 +181,6 @@ def test_the_table_has_the_options_of_the_run_and_is_accepted(config: GraphConfi
         assert getattr(read, name) == getattr(config, name)
     assert read.mode == "graph" and read.report is None
 
-
-# -- a script --------------------------------------------------------------------------------------
 
 ON_GPU = torch.cuda.is_available()
 ENDLESS = TRAINING.replace("(documents, 64, 6)", "(itertools.cycle(documents), 64, 6)").replace(

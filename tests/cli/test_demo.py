@@ -91,9 +91,6 @@ def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Changes:
     return change_with
 
 
-# -- what it trains on ---------------------------------------------------------------------------
-
-
 def test_pythons_own_files_train_bit_equal_in_replays(
     compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +119,6 @@ def test_without_capacities_the_warm_up_learns_them(
     assert comparison.bitwise_equal and comparison.replays > 0
     assert comparison.eager["WARMING_UP"] == 3 * LAYERS
     assert re.search(r"\d+ tokens, \d+ documents", capsys.readouterr().out)
-
-
-# -- what it reports -----------------------------------------------------------------------------
 
 
 def test_what_it_prints_and_writes_the_same_but_for_time_when_it_runs_again(
@@ -158,9 +152,6 @@ def test_what_it_prints_and_writes_the_same_but_for_time_when_it_runs_again(
     assert re.search(rf"layer calls\W+{CALLS}\b", capsys.readouterr().out)
 
 
-# -- when nothing is replayed --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "steps", "why"),
     [
@@ -177,9 +168,6 @@ def test_a_run_without_a_replay_ends_with_3_and_says_what_to_change(
     assert compare("--data", data, *arguments, code=3, steps=steps, warmup_steps="3").replays == 0
     out = capsys.readouterr().out
     assert f"Nothing was replayed: {why}" in out and "bit-equal" not in out
-
-
-# -- a bit that differs --------------------------------------------------------------------------
 
 
 def test_other_weights_are_found_in_the_first_step_and_end_with_1(
@@ -216,9 +204,6 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
     assert demo(*texts) == 1
     _, _, differences = capsys.readouterr().out.partition("NOT bit-equal:")
     assert differences.split("\n")[1:] == [f"  step {STEPS - 1}: gradient of {name}", ""]
-
-
-# -- what it leaves behind -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,6 @@ def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys:
     assert remedy in shown and "layer 3: a hook" in shown and "30 (30.0%)" in shown
 
 
-# -- a script --------------------------------------------------------------------------------------
-
-
 HOOK = f"{MADE}        trainer.chunk.decoder.layers[1].register_forward_hook(lambda *given: None)\n"
 
 

@@ -28,9 +28,6 @@ def seen(path: Path) -> dict[str, Any]:
     return json.loads(path.with_name("seen.json").read_text())
 
 
-# -- what the script sees ------------------------------------------------------------------------
-
-
 @pytest.mark.megatron
 @pytest.mark.parametrize("is_module", [False, True], ids=["a script", "a module"])
 def test_what_runs_is_main_with_its_own_arguments_as_with_python(
@@ -132,9 +129,6 @@ def test_the_cpu_is_not_asked_for_beside_a_gpu(files: Files, monkeypatch: Any, c
     assert "--cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err
 
 
-# -- how it ends ---------------------------------------------------------------------------------
-
-
 ENDS = [KeyboardInterrupt("its own"), ValueError("its own"), FileNotFoundError("its own")]
 ENDS += [SystemExit(0), SystemExit(7), SystemExit("a sentence")]
 
@@ -160,9 +154,6 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
     assert verdict.startswith(f"megagraph: nothing replayed: {why}")
     asks = isinstance(end, Exception) and not torch.cuda.is_available()
     assert ("if it asks for one, add --cpu" in caplog.text) == asks
-
-
-# -- a training ----------------------------------------------------------------------------------
 
 
 @pytest.mark.megatron
@@ -211,9 +202,6 @@ def test_the_module_shows_its_commands_without_megatron(capsys: CaptureFixture[s
     assert "megagraph run: expected a script, gone.py is no file" in shown.stderr.splitlines()
     assert re.search(r"\|\s+torch$", shown.stderr, re.MULTILINE)
     assert not re.search(r"\|\s+megatron\b", shown.stderr)
-
-
-# -- a report that cannot be written ----------------------------------------------------------------
 
 
 @pytest.mark.megatron

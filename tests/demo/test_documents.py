@@ -120,8 +120,6 @@ def test_every_token_of_a_text_appears_once_in_order(data: bytes, limit: int | N
     assert limit is None or max(map(len, pieces)) <= limit
 
 
-# --- rows that are bad ------------------------------------------------------------------------
-
 NO_OBJECT = "expected a JSON object with one of the columns text, tokens, length, got "
 OVER = (
     "document of 9000 tokens is over the limit of 8192; shorten it, or raise --max-document or --pack-tokens"
@@ -165,9 +163,6 @@ NO_LIST = "expected a list of integers in column tokens, got "
 )
 def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
     refuses(write_jsonl(tmp_path, *rows), f"FILE:{len(rows)}: {message}", max_length=8192)
-
-
-# --- paths and arguments that are bad ---------------------------------------------------------
 
 
 def test_a_path_that_is_no_jsonl_with_documents_is_refused(tmp_path: Path) -> None:

@@ -49,9 +49,6 @@ def run(module: VarlenAttention, qkv: list[Tensor], grad: Tensor, **arguments: A
     return [out, *torch.autograd.grad(out, qkv, grad)]
 
 
-# -- what it refuses -----------------------------------------------------------------------------
-
-
 NO_GROUP = "expected a pg_collection with the context-parallel group of context_parallel_size 2, got none"
 
 
@@ -135,9 +132,6 @@ def test_a_padding_mask_outside_packs_is_refused(mask: Mask) -> None:
             module(*inputs(4, 2), padding, attn_mask_type=mask_type)
 
 
-# -- what it computes ----------------------------------------------------------------------------
-
-
 @settings(max_examples=20)
 @given(
     actual=st.lists(st.integers(0, 9), min_size=1, max_size=5),
@@ -211,9 +205,6 @@ def test_the_longest_document_may_be_a_constant_or_a_tensor_and_nothing_is_kept(
         pack = pack_of([2, 4], max_seqlen_q=longest)
         assert torch.equal(module(*qkv, None, packed_seq_params=pack), expected)
     assert dict(module.state_dict()) == {}
-
-
-# -- values of fewer dimensions than the keys ----------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [True, False])

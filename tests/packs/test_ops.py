@@ -86,8 +86,6 @@ def arguments(op: str, change: Given, device: str) -> Given:
     return {name: moved(it, device, dtype) for name, it in {**FITTING[op], **change}.items()}
 
 
-# -- refusals ------------------------------------------------------------------------------------
-
 REFUSED: list[tuple[str, Given, str]] = [
     ("pad_cu_seqlens", {"capacity": 2}, "the pack holds 3 documents, more than the capacity of 2"),
     ("pad_cu_seqlens", {"cu_seqlens": zeros(2, 3, dtype=int32)}, r"must be 1-D with .* shape \[2, 3\]"),
@@ -232,9 +230,6 @@ def test_added_offsets_repeat_the_last_one_or_the_physical_end(
     assert (padded.dtype, padded.device) == (int32, given.device) and padded.data_ptr() != given.data_ptr()
 
 
-# -- registration --------------------------------------------------------------------------------
-
-
 # Of torch 2.15: it reads .grad of the copies that it makes of our tensors, and is told off by torch.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("op", "change"), MORE, ids=[f"{op}{at}" for at, (op, _) in enumerate(MORE)])
@@ -324,9 +319,6 @@ def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     CORE.thd_gathered_rows(shared, 32, 4)
     CORE.thd_context_keys(shared, 32, 4, 3)
     torch.autograd.grad(ops.varlen_attention(q, k, v, packed, 32), (q, k, v), grad)
-
-
-# -- zero_tail ---------------------------------------------------------------------------------------
 
 
 def assert_cut(found: Tensor, given: Tensor, rows: int) -> None:

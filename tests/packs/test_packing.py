@@ -36,9 +36,6 @@ def packs(draw: st.DrawFn) -> Given:
     return offsets(lengths), offsets([length + draw(st.integers(0, 3)) for length in lengths])
 
 
-# -- the form of a pack --------------------------------------------------------------------------
-
-
 CU, PADDED = offsets([2, 3]), offsets([4, 4])
 PADDED_FORM = PackForm(True, False, None)
 FORMS: list[tuple[Any, PackForm | None]] = [
@@ -76,9 +73,6 @@ FORMS: list[tuple[Any, PackForm | None]] = [
 @pytest.mark.parametrize(("pack", "form"), FORMS)
 def test_the_form_of_a_pack(pack: Any, form: PackForm | None) -> None:
     assert PackForm.of(pack) == form
-
-
-# -- the shape of a pack -------------------------------------------------------------------------
 
 
 @given(
@@ -123,9 +117,6 @@ def test_what_is_no_pack_has_no_shape() -> None:
         assert PackShape.of(pack_of(offsets([2]), **change), 8, 0) is None
 
 
-# -- tail conventions ----------------------------------------------------------------------------
-
-
 def specs_of(tail: TailConvention, tokens: int, num_seqs: int, *, has_padded: bool) -> Any:
     """The offsets that graphs have a buffer for."""
     if tokens == 0:
@@ -161,9 +152,6 @@ def test_canonical_offsets_say_what_the_convention_says(
     elif padded is not None:
         expected["padded"] = padded + [padded[-1]] * extra
     assert canonical(*pack, tail, tokens, len(actual) - 1 + extra) == expected
-
-
-# -- canonical packs -----------------------------------------------------------------------------
 
 
 # What packs of a release carry.

@@ -59,9 +59,6 @@ def summed(grads: Tensor) -> Tensor:
     return total.to(grads.dtype)
 
 
-# -- roundings -----------------------------------------------------------------------------------
-
-
 _BITS = {torch.bfloat16: (8, -125), torch.float16: (11, -13), torch.float32: (24, -125)}
 
 
@@ -157,9 +154,6 @@ def test_gradcheck(device: str) -> None:
     assert torch.autograd.gradcheck(turn, leaves)
 
 
-# -- calls ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_launch_has_the_bits_of_two(device: str, shape: Shape) -> None:
     freqs = frequencies(16, shape[2], "mla_interleaved", device)
@@ -228,9 +222,6 @@ def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> Non
     assert torch.equal(given[name], before)
     with torch.no_grad():
         torch.ops.megagraph.rope_mla_(*given.values(), *how, v_dim=4)
-
-
-# -- Megatron's kernels --------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -127,9 +127,6 @@ def test_many_heads_have_the_bits_of_each(device: str, layout: str, dim: int, he
             assert torch.equal(input_grad[:, head : head + 1], alone_grad)
 
 
-# -- how long tables live ------------------------------------------------------------------------
-
-
 def test_tables_are_made_once_for_each_frequencies_dtype_and_mscale() -> None:
     tables, both = RotaryTables(), [frequencies(), frequencies()]
     seen: dict[int, tuple[object, ...]] = {}
@@ -194,9 +191,6 @@ def test_tables_die_with_the_frequencies_and_keep_nothing_alive() -> None:
     assert left[2]() is None and left[1]() is not None
     del others
     assert left[1]() is None
-
-
-# -- Megatron's bits -----------------------------------------------------------------------------
 
 
 @pytest.mark.megatron

@@ -86,7 +86,6 @@ VERIFICATIONS = {
     "lies off": partial(mock.patch.object, Verification, "_module_run", _noisy(2.0)),
 }
 
-
 # What a layer does wrong in captures: what it adds shows in its own output alone, on no other rank.
 WRONG = ("raises", "scales", "adds")
 

@@ -301,7 +301,6 @@ AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ..
     "another stream": (_side_stream, ()),
 }
 
-
 AROUND_REASONS = {why for _, whys in AROUND.values() for why in whys}
 
 

@@ -35,7 +35,6 @@ Scopes = tuple[str, ...]
 UNIT = 4  # rows that two ranks can share, whatever they share
 PARTS: tuple[Scopes, ...] = ((), ("attn",), ("mlp",), ("attn", "mlp"))
 
-
 # How two ranks share a model: fields of Megatron's config. Of packs each of "dp" and "ep" has its own; of
 # "some" a few, and these and those that both share say so.
 LAYOUTS: dict[str, dict[str, Any]] = {
