@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Pair, RunningBank, blocks, new_bank, run_eager, variant
+from bank_pair import ROWS, WIDTH, Block, Pair, RunningBank, blocks, new_bank, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -186,16 +186,6 @@ def test_leaving_a_micro_batch_in_its_middle_spoils_nothing(pair: Pair) -> None:
         del hidden
         assert pair.bank.all_free()
         assert pair.step() is None
-
-
-def test_some_sites_may_run_backward(pair: Pair) -> None:
-    def ours(x: Tensor) -> Tensor:
-        first, second, third = pair.bank.sites
-        out = second(first(x))
-        third(out)  # and drops what it makes
-        return out
-
-    pair.step(ours=ours, eager=lambda x: run_eager(pair.eager_layers[:2], x))
 
 
 def test_a_bank_knows_when_its_slots_were_last_leased(device: str) -> None:
