@@ -62,24 +62,6 @@ try:
 except RuntimeError as error:
     print(error)
 """
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("script", [ASKS + TRAINING, TRAINING + ASKS], ids=["asks first", "asks last"])
-def test_a_script_replays_and_may_ask_for_what_is_installed_already_and_for_nothing_else(
-    start: Start, files: Files, script: str
-) -> None:
-    """If the first install() is what imports Megatron, the other one waits for that."""
-    variables = {"CONFIG": str(files.toml()), "VERIFY": "3", "REPORT": str(files.folder / "report.json")}
-    done = start(files.script(script), "4", "pass", AUTO="1", **variables)
-    assert done.returncode == 0, done.stderr
-    first, second = (line for line in done.stdout.splitlines() if not line.startswith("loss "))
-    assert first == "3 64 megatron.core"
-    assert second.startswith("megagraph is installed already, with other options (mode is graph, not eager)")
-    assert "under `megagraph run` or MEGAGRAPH_AUTO leave install() out of the script" in second
-    assert [model["replays"] for model in read_report(files.folder / "report.json")] == [6]
-
-
 PROBES = """
 import importlib.util, sys
 asked = [importlib.util.find_spec("megatron.core") is not None for _time in range(2)]
@@ -88,14 +70,36 @@ from megagraph.megatron.patch.installation import installed_plugin
 left = [it for it in sys.meta_path if "megagraph" in type(it).__module__]
 print(asked, installed_plugin() is not None, left)
 """
+PROBED = "[True, True] True []"
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("again", ["", "import megagraph.auto\n"])
-def test_whoever_only_asks_if_megatron_is_there_leaves_the_import_alone(start: Start, again: str) -> None:
-    """Bug: such a probe, as verl's, took the finder away, and the import behind it installed nothing."""
-    done = start("-c", again + PROBES, AUTO="1")
-    assert (done.returncode, done.stdout) == (0, "[True, True] True []\n"), done.stderr
+@pytest.mark.parametrize(
+    "script", [ASKS + TRAINING, PROBES + TRAINING + ASKS], ids=["asks first", "asks last"]
+)
+def test_a_script_replays_and_may_ask_for_what_is_installed_already_and_for_nothing_else(
+    start: Start, files: Files, script: str
+) -> None:
+    """If the first install() is what imports Megatron, the other one waits for that."""
+    variables = {"CONFIG": str(files.toml()), "VERIFY": "3", "REPORT": str(files.folder / "report.json")}
+    done = start(files.script(script), "4", "pass", AUTO="1", **variables)
+    assert done.returncode == 0, done.stderr
+    *probed, first, second = (line for line in done.stdout.splitlines() if not line.startswith("loss "))
+    assert probed == [PROBED] * (PROBES in script)
+    assert first == "3 64 megatron.core"
+    assert second.startswith("megagraph is installed already, with other options (mode is graph, not eager)")
+    assert "under `megagraph run` or MEGAGRAPH_AUTO leave install() out of the script" in second
+    assert [model["replays"] for model in read_report(files.folder / "report.json")] == [6]
+
+
+@pytest.mark.megatron
+def test_whoever_only_asks_if_megatron_is_there_leaves_the_import_alone(start: Start) -> None:
+    """Bug: such a probe, as verl's, took the finder away, and the import behind it installed nothing.
+
+    With a finder more, as verl makes one; with one alone above.
+    """
+    done = start("-c", f"import megagraph.auto\n{PROBES}", AUTO="1")
+    assert (done.returncode, done.stdout) == (0, f"{PROBED}\n"), done.stderr
 
 
 def test_what_does_not_fit_is_one_sentence_and_the_process_goes_on(start: Start, tmp_path: Path) -> None:
