@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import json
-import logging
 import random
 from argparse import Namespace
 from collections.abc import Sequence
@@ -190,7 +189,6 @@ ENDED = "open(__file__ + '.end', 'w').close()"
 
 
 def run(files: Files, code: int, script: str, *words: str, steps: str = "60") -> dict[str, Any]:
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     out, path = files.folder / "out.json", files.script(script)
     command = ["advise", "--steps", "27", "--json", str(out), "--config", str(files.toml()), *words]
     assert main([*command, str(path), steps, ENDED]) == code

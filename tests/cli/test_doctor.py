@@ -2,7 +2,6 @@
 """`megagraph doctor`: the installation, a report in words, and what of a script's models would be graphed."""
 
 import json
-import logging
 import shlex
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,6 @@ HOOK = f"{MADE}        trainer.chunk.decoder.layers[1].register_forward_hook(lam
 
 
 def rehearsed(files: Files, capsys: pytest.CaptureFixture[str], script: str, code: int) -> dict[str, Any]:
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     out = files.folder / "out.json"
     command = ["doctor", "--json", str(out), "--config", str(files.toml()), str(files.script(script)), "9"]
     assert main([*command, "open(__file__ + '.end', 'w')"]) == code

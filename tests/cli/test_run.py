@@ -2,7 +2,6 @@
 """`megagraph run SCRIPT`: a script as it was, with the plugin around it; and `megagraph report` after it."""
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -161,7 +160,6 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
 def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixture[str], end: str) -> None:
     report = files.folder / "report.json"
     arguments = ["--config", files.toml(report=report), files.script(TRAINING), "5", end]
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     with pytest.raises(RuntimeError, match="its own") if end.startswith("raise") else nullcontext():
         assert run(*arguments) == 0
     out, err = capsys.readouterr()
