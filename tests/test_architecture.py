@@ -3,7 +3,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -63,18 +62,13 @@ def test_source_files_are_short_carry_their_license_and_begin_with_what_they_are
     assert long == {} and without == [] and silent == []
 
 
-def parsed(folder: str) -> Iterator[tuple[str, ast.Module]]:
-    for path in (ROOT / folder).rglob("*.py"):
-        yield named(path), ast.parse(path.read_text(encoding="utf-8"))
-
-
 def test_nothing_reaches_further_than_one_dot_past_a_collaborator() -> None:
     """`self.a.b` at most: what lies behind that is the collaborator's own business."""
     far = []
-    for path, module in parsed("megagraph/megatron"):
-        for node in (it for it in ast.walk(module) if isinstance(it, ast.Attribute)):
-            if re.match(r"self(\.\w+){3}", ast.unparse(node)):
-                far.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    for path in (ROOT / "megagraph" / "megatron").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and re.match(r"self(\.\w+){3}", ast.unparse(node)):
+                far.append(f"{named(path)}:{node.lineno}: {ast.unparse(node)}")
     assert far == []
 
 

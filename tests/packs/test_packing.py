@@ -92,13 +92,10 @@ def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
     assert PackShape.of(pack, tokens, tail.extra_seqs, cp_size) == expected
 
 
-def test_a_pack_that_declares_no_longest_document_may_hold_one_of_all_tokens() -> None:
-    shape = PackShape.of(pack_of(offsets([2]), max_seqlen_q=None), 8, HIDDEN.extra_seqs, 2)
-    assert shape == PackShape(tokens=8, num_seqs=1, max_seqlen=16, cp_size=2)
-
-
 @tails
-def test_nothing_on_the_device_is_read(tail: TailConvention) -> None:
+def test_nothing_on_the_device_is_read_and_what_is_not_known_may_be_one_document(
+    tail: TailConvention,
+) -> None:
     """A fake tensor on a CUDA device has a shape and raises on every look at its values."""
     with FakeTensorMode():
         on_device = torch.empty(5, dtype=torch.int32, device="cuda")
@@ -106,9 +103,10 @@ def test_nothing_on_the_device_is_read(tail: TailConvention) -> None:
     assert longest.is_cuda
     with pytest.raises(RuntimeError):
         int(longest)
-    pack = pack_of(on_device, max_seqlen_q=longest, max_seqlen_kv=longest)
-    shape = PackShape.of(pack, 8, tail.extra_seqs, 2)
-    assert shape == PackShape(tokens=8, num_seqs=4 + tail.extra_seqs, max_seqlen=16, cp_size=2)
+    for declared in (longest, None):
+        pack = pack_of(on_device, max_seqlen_q=declared, max_seqlen_kv=declared)
+        shape = PackShape.of(pack, 8, tail.extra_seqs, 2)
+        assert shape == PackShape(tokens=8, num_seqs=4 + tail.extra_seqs, max_seqlen=16, cp_size=2)
 
 
 def test_what_is_no_pack_has_no_shape() -> None:
