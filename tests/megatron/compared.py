@@ -18,10 +18,8 @@ def _compared(captured: CapturedVariant) -> set[int]:
 
 @contextlib.contextmanager
 def every_graph_is_compared_or_named() -> Iterator[None]:
-    """Inside, a report raises `AssertionError` for any other graph, but where verification is off.
-
-    What was compared is noted where that happens, and not taken from what the plugin counts.
-    """
+    """Inside, a report raises `AssertionError` for any other graph, but where verification is off. What was
+    compared is noted where that happens, and not taken from what the plugin counts."""
     compare, report = Verification._compare, GraphedModel.report
 
     def noting(verification: Verification, flight: Any, *args: Any) -> None:

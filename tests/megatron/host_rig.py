@@ -386,9 +386,7 @@ def run_phase(
     **schedule: Any,
 ) -> list[Tensor]:
     """Megatron's schedule over micro-batches, or tuples that begin with one. Returns their values, [T] each.
-
-    The loss is the mean of `values(model, item)` over the rows that have a label.
-    """
+    The loss is the mean of `values(model, item)` over the rows that have a label."""
 
     def forward_step(data: Any, chunk: Any) -> tuple[Tensor, Any]:
         item = next(data)
@@ -415,10 +413,8 @@ def log_probs(
 
 @dataclass(kw_only=True)
 class Offload:
-    """Moves what models own to the host and back to other addresses.
-
-    The old memory stays alive and holds NaN, so that whatever reads it shows.
-    """
+    """Moves what models own to the host and back to other addresses. The old memory stays alive and holds
+    NaN, so that whatever reads it shows."""
 
     megatrons_own: bool = False  # gradients go through Megatron's `offload_grad_buffers()`
     _held: list[Tensor] = field(default_factory=list)
@@ -426,11 +422,9 @@ class Offload:
     _sizes: list[int] = field(default_factory=list)  # bytes of the gradient buffers
 
     def weights(self, model: nn.Module) -> None:
-        """Every parameter to the host; of those that train, the memory alone.
-
-        A parameter that moves to another device loses its gradient accumulator, and Megatron's DDP with it
-        its hook. Without a GPU another dtype stands for another device.
-        """
+        """Every parameter to the host; of those that train, the memory alone. A parameter that moves to
+        another device loses its gradient accumulator, and Megatron's DDP with it its hook. Without a GPU
+        another dtype stands for another device."""
         for param in model.parameters():
             copy = param.data.to("cpu", copy=True)
             if param.requires_grad:

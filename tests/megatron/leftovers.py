@@ -34,10 +34,8 @@ def forget_loss_scale() -> None:
 
 
 def free_models() -> None:
-    """Undoes these cycles in all models that there are. Call it where none of them is used again.
-
-    Gives back the memory of a GPU that they had, which other processes may need.
-    """
+    """Undoes these cycles in all models that there are. Call it where none of them is used again. Gives back
+    the memory of a GPU that they had, which other processes may need."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -56,11 +54,9 @@ def free_models() -> None:
 
 
 def go_in_time(are_gone: Callable[[], bool]) -> bool:
-    """Whether what nobody holds any more goes, if not at once.
-
-    A communicator's thread lets go of a tensor, and so of its history, a moment after the call. And a cycle
-    to which only another one led, through history in C++, is garbage once that is gone: a collection later.
-    """
+    """Whether what nobody holds any more goes, if not at once. A communicator's thread lets go of a tensor,
+    and so of its history, a moment after the call. And a cycle to which only another one led, through history
+    in C++, is garbage once that is gone: a collection later."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (gone := are_gone()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -69,12 +65,10 @@ def go_in_time(are_gone: Callable[[], bool]) -> bool:
 
 
 def models_in_memory() -> list[str]:
-    """What stays of models, of their graphs and of the memory of these, and how it is reached.
-
-    Call it behind `uninstall()` and `free_models()`. Each is named once, to whoever asks first. What those
-    free is Megatron's own, so that what keeps one is the plugin, or a test. C++ holds what is reached from no
-    module.
-    """
+    """What stays of models, of their graphs and of the memory of these, and how it is reached. Call it behind
+    `uninstall()` and `free_models()`. Each is named once, to whoever asks first. What those free is
+    Megatron's own, so that what keeps one is the plugin, or a test. C++ holds what is reached from no
+    module."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     kinds = LanguageModule, GraphedModel, Bank

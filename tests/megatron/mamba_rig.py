@@ -25,11 +25,9 @@ class Documented(Micro):
 
 
 class PlainMixer(nn.Module):
-    """A state that decays from row to row, between projections as those of Megatron's mixer.
-
-    Rows are mixed within documents alone, those of `seq_idx`, as Megatron's mixers get it: from the pack, or
-    from `MambaMixer._create_packed_seq_idx` where packs have none. Without any all rows are one document.
-    """
+    """A state that decays from row to row, between projections as those of Megatron's mixer. Rows are mixed
+    within documents alone, those of `seq_idx`, as Megatron's mixers get it: from the pack, or from
+    `MambaMixer._create_packed_seq_idx` where packs have none. Without any all rows are one document."""
 
     def __init__(self, config: Any, d_model: int, pg_collection: Any = None, **unused: Any) -> None:
         super().__init__()

@@ -412,9 +412,7 @@ def ran(
     report: dict[str, Any], replays: int | None = None, *, failures: int = 0, **counts: int
 ) -> dict[str, Any]:
     """A report with these layer calls that replayed and, by their reasons, that ran eager, and no others.
-
-    What is named like one of the report's figures is that figure.
-    """
+    What is named like one of the report's figures is that figure."""
     found = {**report, **report["verification"]}
     figures = {"replays": replays, **{name: counts.pop(name) for name in FIGURES & counts.keys()}}
     assert report["eager"] == counts and len(report["failures"]) == failures, report["failures"]
@@ -484,9 +482,7 @@ def compare_runs(
     **given: Any,
 ) -> Run:
     """Trains in mode `eager` and with graphs, which must leave the same bits. Returns the graphed run.
-
-    `shared` has runs in mode `eager` that serve further comparisons of the same steps and models.
-    """
+    `shared` has runs in mode `eager` that serve further comparisons of the same steps and models."""
     options, runs, of = plugin or {}, {} if shared is None else shared, repr((steps, make, given))
     if of not in runs:
         run = train(graph_config(**{**options, "mode": "eager"}), steps, make, **given)
@@ -499,10 +495,8 @@ def compare_runs(
 
 
 class Pair:
-    """Two models of the same weights in one process: one trains eager, the other with graphs.
-
-    Installs the plugin, unless it is, with options of `graph_config()`.
-    """
+    """Two models of the same weights in one process: one trains eager, the other with graphs. Installs the
+    plugin, unless it is, with options of `graph_config()`."""
 
     def __init__(
         self, make: Make = ModelTrainer, *, plugin: dict[str, Any] | None = None, **given: Any

@@ -79,10 +79,8 @@ def delay_linears(chunk: Any, how: str) -> None:
 
 
 class OverlapTrainer(moe_rig.ExpertTrainer):
-    """Overlap demands half precision.
-
-    In it, the mean that the router logs of its z-loss rounds otherwise where rows that count are chosen.
-    """
+    """Overlap demands half precision. In it, the mean that the router logs of its z-loss rounds otherwise
+    where rows that count are chosen."""
 
     def __init__(
         self,
@@ -128,9 +126,7 @@ def filled(micro: Micro) -> Micro:
 
 def steps_of(number: int, *, fills: bool = True, masks: bool = False) -> list[list[Micro]]:
     """Steps whose packs and counts change. With `fills` all packs are equally long, their documents not.
-
-    Plans run packs as they were given, and means that routers log round by the number of rows.
-    """
+    Plans run packs as they were given, and means that routers log round by the number of rows."""
     steps = rig.steps_of(number * max(COUNTS), tails=False, masks=masks)
     packs = map(filled if fills else dataclasses.replace, itertools.chain.from_iterable(steps))
     return [[*itertools.islice(packs, COUNTS[index % len(COUNTS)])] for index in range(number)]
@@ -138,10 +134,8 @@ def steps_of(number: int, *, fills: bool = True, masks: bool = False) -> list[li
 
 @contextlib.contextmanager
 def in_nodes(act: Callable[[str], None], *, behind: bool = False) -> Iterator[None]:
-    """Each pass of each node made inside calls `act` on its stream, before what it does or behind it.
-
-    `act` is told the node's name and what it runs: `mlp backward`.
-    """
+    """Each pass of each node made inside calls `act` on its stream, before what it does or behind it. `act`
+    is told the node's name and what it runs: `mlp backward`."""
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
     make = ScheduleNode.__init__

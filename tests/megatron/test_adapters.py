@@ -46,10 +46,8 @@ def _import_from(folder: Path, module: str) -> Any:
 
 
 def _adapt_as_bridge(chunk: Any) -> None:
-    """Trains adapters alone, around the second linear layer of each MLP.
-
-    As Megatron-Bridge's `LoRA.transform()` wraps a linear layer of which each rank has all columns.
-    """
+    """Trains adapters alone, around the second linear layer of each MLP. As Megatron-Bridge's
+    `LoRA.transform()` wraps a linear layer of which each rank has all columns."""
     wrapper_type = _import_from(Path(FOLDER), "megatron.bridge.peft.lora_layers").LoRALinear
     how = {
         **{"base_linear_name": "linear_fc2", "activation": "identity", "column_init_method": "xavier"},

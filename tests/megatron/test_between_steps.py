@@ -363,10 +363,8 @@ def test_passes_in_modes_that_no_step_begins_in_replay_once_no_micro_batch_is_in
     "contexts", [(torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)]
 )
 def test_nothing_is_captured_in_inference_mode_nor_replayed(contexts: Any, install: rig.Install) -> None:
-    """Its tensors could not be written any more outside of it; buffers of graphs are none.
-
-    Bug: a model whose first call was in it was never captured, for a counter that it had made then.
-    """
+    """Its tensors could not be written any more outside of it; buffers of graphs are none. Bug: a model whose
+    first call was in it was never captured, for a counter that it had made then."""
     install()
     model, called = frozen_model(seed=3)
     device = next(model.parameters()).device

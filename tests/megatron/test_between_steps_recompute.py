@@ -181,10 +181,8 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     graph_safe: bool, tracker_of: Callable[[bool], Any]
 ) -> None:
     """Its backward graph drew another mask than its forward: every gradient was wrong, and nothing said so.
-
     Where generators are swapped and not their states, eager draws another mask too. Of such a layer the graph
-    draws the same, unless Megatron leaves the recompute out while it is told of a capture.
-    """
+    draws the same, unless Megatron leaves the recompute out while it is told of a capture."""
     given: dict[str, Any] = {"config": recompute("mlp", add_bias_linear=False)}
     report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=DROPS, **given)
     # Later releases do not recompute while they are told of a capture: states that are set back tell no

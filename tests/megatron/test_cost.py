@@ -60,10 +60,8 @@ class Calls:
 
 
 def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tuple[Calls, Calls, Calls]:
-    """The calls of one replayed micro-batch, forward and backward, and of a step boundary.
-
-    Outside of a schedule DDP takes each micro-batch for the last of its step.
-    """
+    """The calls of one replayed micro-batch, forward and backward, and of a step boundary. Outside of a
+    schedule DDP takes each micro-batch for the last of its step."""
     megagraph.install(graph_config(**plugin))
     try:
         trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers), ddp=ddp)

@@ -359,10 +359,8 @@ def test_tables_that_megatron_drops() -> None:
 
 @on_ranks(4)
 def test_the_largest_groups_come_first() -> None:
-    """On every rank alike: communicators of several sizes could wait for each other.
-
-    Bug: packs of groups that a host had asked for with other sizes ran eager for ever.
-    """
+    """On every rank alike: communicators of several sizes could wait for each other. Bug: packs of groups
+    that a host had asked for with other sizes ran eager for ever."""
     trainer, groups = context_jobs.new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
     of_others = megagraph.context_groups((1, 2))
     with pytest.MonkeyPatch.context() as patch:
@@ -413,10 +411,8 @@ def sees(trainer: Trainer) -> dict[tuple[str, str], Any]:
 @on_ranks(4)
 @moe_rig.experts_on_cpu()
 def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() -> None:
-    """Bug: where packs may name the model's own ranks, graphs added up losses over others than eager.
-
-    On a GPU; without one a replay looks for them anew.
-    """
+    """Bug: where packs may name the model's own ranks, graphs added up losses over others than eager. On a
+    GPU; without one a replay looks for them anew."""
     context_jobs.start(2, 2)
     parallel = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     trainer = context_jobs.new_trainer(model={"experts": True}, cp_sizes=(2,), **parallel)

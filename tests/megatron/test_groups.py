@@ -75,8 +75,7 @@ def test_a_models_own_groups_come_first_and_ranks_agree_only_on_what_all_of_them
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
     """Bugs: torch names a group by its ranks and by how many groups a rank is in. A second one of the same
-    ranks could not be made when some group had been destroyed, and none where one rank was in more groups.
-    """
+    ranks could not be made when some group had been destroyed, and none where one rank was in more groups."""
     rank, without = distributed.get_rank(), model()
     if rank == 0:
         distributed.new_group([0], use_local_synchronization=True)
@@ -147,11 +146,8 @@ def compared(make: rig.Make, change: Callable[..., None], at: int, **given: Any)
 @on_ranks(2)
 def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(how: str) -> None:
     """By name; the other layer replays, on packs that differ from rank to rank. One that gets such a group
-    later leaves them then.
-
-    Groups of the job that no layer has taken keep nothing eager: dense layers hold the collection of all of
-    them, those of experts and of data parallelism among them.
-    """
+    later leaves them then. Groups of the job that no layer has taken keep nothing eager: dense layers hold
+    the collection of all of them, those of experts and of data parallelism among them."""
     make_groups(expert_model_parallel_size=2)
     group = ProcessGroupCollection.use_mpu_process_groups().ep
     at = COMES_AT if "later" in how else 0
@@ -251,10 +247,8 @@ def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int
 @pytest.mark.parametrize("how", ["unreadable", "longer"])
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
-    """Bug: each rank learned its own, so that they captured different graphs, and used none.
-
-    Rank 0 has other attributes of the same packs in its first step.
-    """
+    """Bug: each rank learned its own, so that they captured different graphs, and used none. Rank 0 has other
+    attributes of the same packs in its first step."""
     many = [rig.Micro(lengths=(4,) * 10 + (24,)), rig.Micro(lengths=(33, 7), seed=1)]
     steps = [many, *(micros[::2] for micros in parallel_jobs.steps_of(STEPS - 1, seed=1))]
     if distributed.get_rank() == 0:

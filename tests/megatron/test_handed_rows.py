@@ -94,9 +94,7 @@ WAYS: dict[str, dict[str, bool]] = {
 
 def _summed(chunk: Any, left: dict[str, Tensor]) -> dict[str, Tensor]:
     """With the gradients of norms and biases over all rows summed, as Megatron does at the end of a step.
-
-    Each rank has the part of its own rows, which are others where a pack is padded.
-    """
+    Each rank has the part of its own rows, which are others where a pack is padded."""
     shared = [name for name, param in chunk.named_parameters() if getattr(param, "sequence_parallel", False)]
     assert shared
     summed = {name: value.clone() for name, value in left.items()}

@@ -111,10 +111,8 @@ CHANGED: dict[str, tuple[str, rig.Micro, Callable[[Any, rig.Micro], Any]]] = {
 def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
     install: rig.Install, seen: list[Tensor], mode: str, case: str
 ) -> None:
-    """Changed by a hook of the block, or a forward that a host put in its place before the plugin came.
-
-    Bug: layers got the mask that the block had been given, and replayed where they were to get none.
-    """
+    """Changed by a hook of the block, or a forward that a host put in its place before the plugin came. Bug:
+    layers got the mask that the block had been given, and replayed where they were to get none."""
     whose, micro, change = CHANGED[case]
     original, handed = TransformerBlock.forward, []
 

@@ -251,10 +251,8 @@ def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) ->
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
 def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:
-    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail.
-
-    Also where all rows of one rank are padding.
-    """
+    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail. Also
+    where all rows of one rank are padding."""
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": expert_parallel}
     sizes["expert_tensor_parallel_size"] = 1
     make_groups(**sizes)

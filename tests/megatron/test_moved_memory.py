@@ -93,10 +93,8 @@ def test_a_resume_announces_no_move_that_comes_later_nor_without_a_suspension(
 
 
 def test_a_frozen_layer_that_was_away_replays_until_it_trains_again(pair: rig.Pair) -> None:
-    """Bug: on another device its parameters lose DDP's hooks, and it stayed eager as if it needed them.
-
-    It does once it trains: eager's gradients reach no main gradient any more, and a graph's would.
-    """
+    """Bug: on another device its parameters lose DDP's hooks, and it stayed eager as if it needed them. It
+    does once it trains: eager's gradients reach no main gradient any more, and a graph's would."""
 
     def of_layer(work: Callable[[Any], object]) -> None:
         pair.each(lambda trainer: work(trainer.chunk.decoder.layers[1]))
@@ -215,10 +213,8 @@ def test_a_call_outside_of_any_schedule_never_replays_moved_memory(trainer: Trai
 
 
 def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None:
-    """Megatron reduces a bucket when as many parameters are ready as in the first step.
-
-    A graph delivers no gradient of such a parameter; without a word of it the reduction never begins.
-    """
+    """Megatron reduces a bucket when as many parameters are ready as in the first step. A graph delivers no
+    gradient of such a parameter; without a word of it the reduction never begins."""
     uses = [True]
 
     def scaled(model: Any) -> None:
@@ -261,10 +257,8 @@ def _pass(trainer: Trainer) -> list[Tensor]:
 
 
 def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None:
-    """Bug: memory of freed gradients was read while a rig.forward-only pass was captured, and crashed.
-
-    Their absence also counted as a moved address, so that log-probability passes lost their graphs.
-    """
+    """Bug: memory of freed gradients was read while a rig.forward-only pass was captured, and crashed. Their
+    absence also counted as a moved address, so that log-probability passes lost their graphs."""
 
     def address() -> list[int]:
         return [grad.data_ptr() for _name, grad in pair.graphed.named_main_grads()]
@@ -291,10 +285,8 @@ def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None
 
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_training_forward_while_only_gradients_are_away_runs_eager(pair: rig.Pair, before: int) -> None:
-    """Its backward would add to where they were; they may come back elsewhere before it runs.
-
-    Behind one step graphs are due, and have to wait for them, too.
-    """
+    """Its backward would add to where they were; they may come back elsewhere before it runs. Behind one step
+    graphs are due, and have to wait for them, too."""
 
     def work(trainer: Trainer) -> rig.Step:
         offload = Offload()

@@ -363,10 +363,8 @@ def test_a_block_that_a_host_takes_over_is_counted_and_replays_once_it_is_given_
 
 @pytest.mark.parametrize("scopes", [(), ("attn",), ("mlp",)], ids=str)
 def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(scopes: tuple[str, ...]) -> None:
-    """What the plugin takes away is its own alone.
-
-    Bug: of a layer that is graphed in parts the parts ran, and not what a host had set later.
-    """
+    """What the plugin takes away is its own alone. Bug: of a layer that is graphed in parts the parts ran,
+    and not what a host had set later."""
     pair = host_pair(GPTModel, OwnBlock, plugin={"cuda_graph_modules": scopes})
     pair.step(ONE)
     forwards = []

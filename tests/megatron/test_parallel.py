@@ -195,11 +195,9 @@ MODELS: dict[str, tuple[Any, int, bool, Options]] = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, (marks, *_) in MODELS.items()])
 def test_each_rank_has_its_share_of_whole_packs(worlds: Worlds, name: str) -> None:
     """Of documents, too, that are empty or end right at, before or behind a border between two ranks' rows.
-
     Losses of routers are those of whole packs, and are logged as these. Bug: in 0.16 they weighed the less
     the more ranks shared a pack, where losses are per token. Where all packs are shared alike that is
-    Megatron's own, and all weigh alike.
-    """
+    Megatron's own, and all weigh alike."""
     _marks, ranks, is_static, options = MODELS[name]
     given = {"cp_size": ranks, "is_static": is_static, **options}
     for losses, gradients, metrics in worlds.of(ranks).run(context_jobs.beside_one_process, **given):

@@ -176,10 +176,8 @@ def _doubled(trainer: ExpertTrainer, child: str, name: str) -> Callable[[], None
 @pytest.mark.parametrize(("scopes", "child", "name"), CASES)
 def test_from_the_beginning_away_and_back_again(scopes: Sequence[str], child: str, name: str) -> None:
     """Bugs: a wrapper was taken for Megatron's, whose name and module it has; and after a capture of a layer
-    as it was, the next one split it as before, and passed over the new forward.
-
-    And a layer that had one at first was never captured once it was gone.
-    """
+    as it was, the next one split it as before, and passed over the new forward. And a layer that had one at
+    first was never captured once it was gone."""
     pair = rig.Pair(ExpertTrainer, plugin={"cuda_graph_modules": scopes})
     steps = [[micro] for micro, *_others in rig.steps_of(8)]
     takers = [_doubled(trainer, child, name) for trainer in pair.both]
@@ -225,10 +223,8 @@ ALL = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()]
 def test_routing_that_is_replayed_from_some_step_on(
     install: rig.Install, scopes: Sequence[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug that might be: graphs go on choosing, or choose for ever what some micro-batch was told to.
-
-    Where no scope is named, experts are grouped, and layers with them graphed whole.
-    """
+    """Bug that might be: graphs go on choosing, or choose for ever what some micro-batch was told to. Where
+    no scope is named, experts are grouped, and layers with them graphed whole."""
 
     class Replay:
         def get_replay_topk(self, scores: Any, topk: int, groups: Any, of_groups: Any, choose: Any) -> Any:

@@ -84,10 +84,8 @@ GIVEN: dict[str, rig.Micro] = {
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_megatron_alone_leaves_the_same(case: str) -> None:
-    """Where the canonical pack is the pack, to the bit; else layers multiply other numbers of rows.
-
-    Bug: a table as long as the pack's rows, the capacity's, was taken for one of its rows.
-    """
+    """Where the canonical pack is the pack, to the bit; else layers multiply other numbers of rows. Bug: a
+    table as long as the pack's rows, the capacity's, was taken for one of its rows."""
     micro = GIVEN[case]
     given = [[micro]] * 3
     alone = rig.train(None, given, prediction)

@@ -37,10 +37,8 @@ ALARMS = ("STATE_CHANGED", "VERIFY_FAILED")  # nothing changes here, and nothing
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One model on one arrangement of ranks; `num_seqs` documents at most, so that some packs are eager.
-
-    Packs are those of `main_case` where it is there, else lognormal. Transformer Engine's
-    deterministic attention of packs takes 128 bytes of memory for each document * head * longest**2.
-    """
+    Packs are those of `main_case` where it is there, else lognormal. Transformer Engine's deterministic
+    attention of packs takes 128 bytes of memory for each document * head * longest**2."""
 
     model: ModelOptions
     ranks: int = 1

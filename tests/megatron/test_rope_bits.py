@@ -158,10 +158,8 @@ def test_the_two_meanings_differ() -> None:
 
 @pytest.mark.parametrize("of_each_token", [False, True])
 def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_token: bool) -> None:
-    """The table has the capacity's rows where it is padded.
-
-    Bug: frequencies of each token were taken for a table of positions in each document.
-    """
+    """The table has the capacity's rows where it is padded. Bug: frequencies of each token were taken for a
+    table of positions in each document."""
     longest = 20 if of_each_token else 29
     steps: Steps = [
         [
@@ -335,10 +333,8 @@ def _scale(model: Any) -> None:
 
 
 class StretchedModel(OwnModel):
-    """Its table goes by the longest document.
-
-    As of dynamic NTK in mcore-bridge, which keeps the longest document for packs that come later.
-    """
+    """Its table goes by the longest document. As of dynamic NTK in mcore-bridge, which keeps the longest
+    document for packs that come later."""
 
     longest = 16
 

@@ -100,10 +100,8 @@ class Tempered(SelfAttention):  # type: ignore[misc]
 
 
 def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: rig.Install) -> None:
-    """And changes nothing: `tokens_per_sample` is for a loss of experts; `seq_idx` is below.
-
-    Bug: the canonical pack was made of the class's fields alone.
-    """
+    """And changes nothing: `tokens_per_sample` is for a loss of experts; `seq_idx` is below. Bug: the
+    canonical pack was made of the class's fields alone."""
     trainer = trained(install)
     before, expected = rig.report_of(trainer)["replays"], call(trainer).clone()
     params = rig.ONE.params(trainer.device)

@@ -129,12 +129,10 @@ def _told(error: BaseException) -> str:
 
 
 def take_gpu(rank: int, size: int) -> None:
-    """A GPU of this rank's own; where there are too few, one that ranks share.
-
-    NCCL refuses two ranks on a GPU of one host, so each is told that it is a host: what they send goes over
-    sockets, in the same collectives, captured in the same graphs. Buffers of a quarter of the size leave room
-    for the ranks of other files.
-    """
+    """A GPU of this rank's own; where there are too few, one that ranks share. NCCL refuses two ranks on a
+    GPU of one host, so each is told that it is a host: what they send goes over sockets, in the same
+    collectives, captured in the same graphs. Buffers of a quarter of the size leave room for the ranks of
+    other files."""
     num_gpus = torch.cuda.device_count()
     if num_gpus < size:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
@@ -167,10 +165,8 @@ class _Rank(NamedTuple):
     log: str
 
     def stacks(self) -> str:
-        """Where its threads stay, as the rank itself writes it down until it says the same twice.
-
-        One that is slow, or was stopped, moves on from where it is first seen.
-        """
+        """Where its threads stay, as the rank itself writes it down until it says the same twice. One that is
+        slow, or was stopped, moves on from where it is first seen."""
         path, pid, said = _stacks_of(self.log), self.process.pid, [""]
         if pid is None or not os.path.exists(path):
             return "it has not even started"
@@ -222,11 +218,9 @@ class World:
         late_seconds: float | None = None,  # for the others once the first has answered or failed
         **arguments: Any,
     ) -> list[Any]:
-        """Calls a function of a module of this folder on every rank; returns what each answers.
-
-        Raises `AssertionError` with the traceback and the log of each rank that failed or died, and the
-        stacks of each that has not answered in time.
-        """
+        """Calls a function of a module of this folder on every rank; returns what each answers. Raises
+        `AssertionError` with the traceback and the log of each rank that failed or died, and the stacks of
+        each that has not answered in time."""
         if self.is_broken or not self._ranks:
             self.close()
             self._start()
