@@ -255,9 +255,6 @@ def test_an_evaluation_under_settings_of_its_own_replays(pair: rig.Pair) -> None
     pair.ran((3 + 3 * 2) * rig.LAYERS, graphs=(2 + 1) * rig.LAYERS, WARMING_UP=(1 + 2) * rig.LAYERS)
 
 
-# -- training and evaluation modes -------------------------------------------------------------------
-
-
 class Merges(nn.Module):
     """An MLP that adds to its weight as it leaves training mode, and takes that off again: never the same."""
 

@@ -166,9 +166,6 @@ def test_packs_at_each_edge_of_their_capacity_replay_with_eager_bits() -> None:
     assert run.report["replays"] == len(EDGES) * rig.LAYERS
 
 
-# -- figures of padding ----------------------------------------------------------------------------
-
-
 def _share(replayed: Sequence[rig.Micro], tokens: int = rig.CAPACITY.tokens) -> object:
     """By hand: rows of the capacities that hold no valid token."""
     valid = sum(sum(micro.lengths) for micro in replayed)
@@ -202,8 +199,6 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_to
     assert after["replays"] == before["replays"] == layers
     assert after["padding_share"] == before["padding_share"] == _share([rig.ONE])
 
-
-# -- rows of no document, there and back -------------------------------------------------------------
 
 MICRO = Micro(lengths=(9, 20), tail=7)
 END = sum(MICRO.lengths)

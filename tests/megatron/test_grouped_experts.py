@@ -30,9 +30,6 @@ pytestmark = [
 SWIGLU, FUSED = GROUPED["swiglu"], GROUPED["fused swiglu"]
 
 
-# -- in graphs -------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_a_hundred_steps() -> None:
     given = {"kinds": "E-E", "is_grouped": True, **FUSED, **BIAS, **SHARED}
@@ -51,9 +48,6 @@ def test_a_step_copies_nothing_to_the_host(install: Install) -> None:
         torch.cuda.synchronize()
     assert report_of(trainer)["replays"] == replays + 3 * 2
     assert [event.name for event in trace.events() if "DtoH" in event.name] == []
-
-
-# -- beside Megatron's own -------------------------------------------------------------------------
 
 
 def _rows(count: int) -> Tensor:
@@ -137,9 +131,6 @@ def test_inputs_of_products_are_made_again_with_the_same_bits(
     assert_same_bits(*found)
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
-
 def _stacked(module: Any) -> dict[str, Tensor]:
     return {
         f"{name}.weight": torch.stack([getattr(it, name).weight.detach() for it in module.local_experts])
@@ -201,8 +192,6 @@ def test_of_copies_on_several_ranks_one_writes_its_weights() -> None:
         writers.append({is_main_replica(part.replica_id) for part in copy.sharded_state_dict().values()})
     assert writers == [{True}, {False}, {False}]
 
-
-# -- what is refused -------------------------------------------------------------------------------
 
 UNSERVED: dict[str, Config] = {
     "moe_expert_capacity_factor": moe_rig.DROPS,

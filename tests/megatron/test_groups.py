@@ -107,9 +107,6 @@ def test_a_group_that_only_released_graphs_had_is_used_no_more() -> None:
     assert not peers.use(other) and peers.use(None)
 
 
-# -- layers that hold groups --------------------------------------------------------------------------
-
-
 def averaging(mlp: Any, group: Any) -> None:
     """Lets a module add the average over a group of what the first token of each rank's pack has."""
     forward = mlp.forward
@@ -206,9 +203,6 @@ def test_ranks_capture_the_same_layers_whatever_one_of_them_has_forgotten(granul
     distributed.all_gather_object(said, of_graphs)
     assert said[0] == said[1] and of_graphs["sites"] == LAYERS
     assert of_graphs["graphs"] == 2 * (LAYERS if granularity == "chunk" else 1)
-
-
-# -- ranks that count other packs ----------------------------------------------------------------------
 
 
 def dispatcher(cp_sizes: tuple[int, ...] = (1,)) -> Dispatcher:

@@ -75,8 +75,6 @@ def test_where_nothing_is_named_experts_alone_stay_eager(experts: None) -> None:
     rig.ran(report, 2 * 3 * 5, WARMING_UP=3 * 5)
 
 
-# -- Mamba layers, real but for their mixer ----------------------------------------------------------
-
 OF_PATTERN = len(PATTERN)
 
 

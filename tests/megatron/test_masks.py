@@ -86,9 +86,6 @@ def test_a_later_table_of_another_kind_keeps_the_mask(trainer: Trainer) -> None:
     assert rig.report_of(trainer)["eager"] == {"WARMING_UP": rig.LAYERS, "SIGNATURE_CHANGED": rig.LAYERS}
 
 
-# -- masks that are not what was captured ----------------------------------------------------------
-
-
 def _every_third(mask: Tensor | None, micro: rig.Micro) -> Tensor:
     return torch.arange(micro.physical, device="cuda" if rig.ON_GPU else "cpu")[None] % 3 == 0
 
@@ -186,9 +183,6 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
     alone = rig.step(trainer, [micro], update=False)
     for left in found:
         assert_same_bits(alone, left)
-
-
-# -- other models and ranks ------------------------------------------------------------------------
 
 
 @on_ranks(2, tensor_parallel=2)

@@ -30,8 +30,6 @@ SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
 FUSED = {"apply_rope_fusion": True}
 _QUERY, _KEY = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
 
-# -- bits ----------------------------------------------------------------------------------------
-
 
 def test_canonical_packs_have_the_bits_of_an_unpatched_run() -> None:
     capacity = rig.CAPACITY.replace(max_seqlen=32)
@@ -51,9 +49,6 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(decl
     else:
         _eager, graphed = padded_modes(steps, **given)
         assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
-
-
-# -- tables --------------------------------------------------------------------------------------
 
 
 def _embeddings(block: Any) -> list[nn.Module]:
@@ -145,9 +140,6 @@ def test_tables_that_megatron_drops_are_still_there_for_graphs(
     rig.ran(pair.train([last, one_more]), WARMING_UP=(3 + 2) * rig.LAYERS)
 
 
-# -- recompute -----------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize(
     ("module", "kind", "rope"),
@@ -178,9 +170,6 @@ def test_selective_recompute_has_the_bits_of_none(
     report = pair.train([last])
     if not rig.ON_GPU:  # there, only where the random tracker is safe for graphs
         rig.ran(report, WARMING_UP=(3 + 2) * rig.LAYERS)
-
-
-# -- other models --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,9 +230,6 @@ def test_a_hosts_model_hands_tables_to_attention_that_has_no_embedding(scopes: S
     assert pair.report()["failures"] == [] and only(pair.report(), "WARMING_UP")
 
 
-# -- Transformer Engine --------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @rig.needs_engine
 @pytest.mark.usefixtures("deterministic_engine")
@@ -255,9 +241,6 @@ def test_layers_of_transformer_engine(kind: str, scopes: Sequence[str]) -> None:
     pair.evaluate(rig.ONE, rig.TWO)
     pair.evaluate(rig.TWO, rig.ONE)
     pair.ran(WARMING_UP=(3 + 2) * rig.LAYERS)
-
-
-# -- fused RoPE ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

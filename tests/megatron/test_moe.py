@@ -71,9 +71,6 @@ def test_a_block_that_runs_its_layers_itself(scopes: Sequence[str]) -> None:
     rig.ran(pair.train(steps_of(3, tails=False)), WARMING_UP=2 * 3 * 2)
 
 
-# -- state that no module owns -----------------------------------------------------------------------
-
-
 def _replace_scale(device: torch.device, scale: float | None) -> None:
     scales = None if scale is None else torch.full((1,), scale, device=device)
     MoEAuxLossAutoScaler.main_loss_backward_scale = scales
@@ -116,9 +113,6 @@ def test_metrics_that_are_watched_keep_their_memory(trained: Any) -> None:
     assert before.isdisjoint(values.data_ptr() for values in seams.moe_metrics().values())
 
 
-# -- what goes wrong, and what is around ---------------------------------------------------------------
-
-
 def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(trained: Any) -> None:
     trainer = trained(BOTH, **{**moe_rig.OVERLAPPED, **moe_rig.GATED})
     where = f"megatron.core.transformer.moe.{moe_rig.PLACES['dispatch']}"
@@ -143,9 +137,6 @@ def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:
         pytest.raises(RuntimeError, match="has permuted rows by another function than Megatron's"),
     ):
         step(trainer, steps_of(1)[0])
-
-
-# -- what is refused -----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(seams.permutation_sorts(), reason="this release sorts")
@@ -198,8 +189,6 @@ def test_what_cannot_be_permuted_in_a_graph_is_refused_by_name(
     change(layer)
     assert said in str(PREPROCESS.check(layer))
 
-
-# -- over ranks ----------------------------------------------------------------------------------------
 
 # What is named beside MLPs, further options, and what keeps a router eager.
 OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str]] = {
@@ -265,8 +254,6 @@ def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> Non
             assert int(counts.sum()) == 2 * (20 + 8 + 10 + 4)
 
 
-# -- what no scope can graph ---------------------------------------------------------------------------
-
 # As of one stage of a pipeline whose dense layers lie in another.
 ELSEWHERE = {**moe_rig.CASES["drop"], "moe_layer_freq": [0, 1]}
 
@@ -281,9 +268,6 @@ def test_a_model_of_which_nothing_can_be_graphed_has_the_bits_of_an_unpatched_on
         "GPTModel stays eager (SCOPE_UNSUPPORTED): no layer of it can be graphed; layer 0 "
         "(TransformerLayer): it has nothing that mlp would graph"
     ]
-
-
-# -- rows past a pack's end ------------------------------------------------------------------------
 
 
 TAILED = ("alltoall", "allgather", "drop", "drop and pad", moe_rig.BIASED)
@@ -342,9 +326,6 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
         rig.train(None, steps, ExpertTrainer, **moe_rig.BIAS)
     biased = rig.train(rig.graph_config(), steps, ExpertTrainer, **{**moe_rig.BIAS, **changes})
     assert set(biased.report["eager"]) == {"RECOMPUTING"} and any(biased.steps[0].counts[0])
-
-
-# -- what goes wrong, and what is refused ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

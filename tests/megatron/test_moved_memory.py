@@ -70,8 +70,6 @@ def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(capture
     assert set(report["eager"]) == {"WARMING_UP"}
 
 
-# -- adapters, weights loaded in the middle -----------------------------------------
-
 STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO]]
 
 
@@ -237,8 +235,6 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
     assert not graphed.steps[-1].grads["decoder.layers.0.mlp.scale"].any()
     assert graphed.report["replays"] == 2 * 2 * rig.LAYERS and graphed.report["failures"] == []
 
-
-# -- gradients that are away, and other weights of a frozen model ------------------------------------
 
 BANK = (
     Capacity(tokens=32, num_seqs=6, max_seqlen=32),

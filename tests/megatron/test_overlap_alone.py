@@ -144,8 +144,6 @@ def test_packs_below_their_capacity_have_its_bits() -> None:
     assert_same_bits(*(train(steps, mode) for mode in ("eager", "graph")))
 
 
-# -- what stays eager, and why -----------------------------------------------------------------------
-
 Act = Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 
@@ -250,8 +248,6 @@ def test_what_a_graph_has_staged_of_a_layer_before_it_is_freed_unless_somebody_s
     assert freed == [not saves] * (sum(map(len, steps)) - COUNTS[0]) * (CALLS - 1)
 
 
-# -- steps that raise ------------------------------------------------------------------------------
-
 MICROS = steps_of(FEW)
 _PLACES = [f"{node} {way}" for node in NODES for way in ("forward", "backward")]
 _PLACES.remove("loss_func backward")  # is no node's
@@ -303,8 +299,6 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
     report, in_step = rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS), len(MICROS[BREAKS]) * CALLS
     assert report["replays"] >= sum(map(len, MICROS)) * CALLS - COUNTS[0] * CALLS - in_step
 
-
-# -- consumers that come late ----------------------------------------------------------------------
 
 BUSY = ("communication", "compute")
 LATE_US = 3000.0  # longer than the host takes to reach the consumer

@@ -295,9 +295,6 @@ def test_a_forward_that_comes_and_goes_on_the_instance_is_noticed(which: str) ->
     assert replays[1] >= replays[0] + 2 * LAYERS and replays[2] >= replays[1] + 2 * LAYERS
 
 
-# -- what blocks do between layers is done, and counted right ----------------------------------------
-
-
 class ScaledBlock(OwnBlock):
     """Between layers it works on every row; autograd keeps the rows for that."""
 

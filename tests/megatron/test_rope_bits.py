@@ -224,9 +224,6 @@ def test_attention_that_has_imported_megatrons_rope_itself_replays() -> None:
     assert_same_bits(graphed, run("graph", steps))
 
 
-# -- frequencies of each token -------------------------------------------------------------------
-
-
 @pytest.fixture
 def pair() -> rig.Pair:
     """Of multimodal models, of which one has graphs."""

@@ -168,8 +168,6 @@ def test_a_foreign_rope_runs_and_its_tail_is_zero_there_and_back(whose: str, ran
     assert t.grad is not None and torch.equal(t.grad, 2 + megatrons.tail(t, -2.0))
 
 
-# -- attention of Transformer Engine ---------------------------------------------------------------
-
 RANKS, ROWS, END = 2, 8, 6  # of a rank, the last two behind the pack's end
 COLUMNS = 4
 
@@ -284,9 +282,6 @@ def test_any_other_call_is_the_engines_own_business(case: str, monkeypatch: pyte
     attention, given, count = OTHERS[case]
     out = attend(attention, *rows(count), None, packed_seq_params=given)
     assert attention.packs == [given] and out[END:].isnan().all()
-
-
-# -- fused RoPE of multi-latent attention ------------------------------------------------------------
 
 
 class Called(Exception):

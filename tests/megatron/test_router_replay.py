@@ -115,9 +115,6 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
         torch.testing.assert_close(one.grads, other.grads, atol=1e-5, rtol=1e-3)
 
 
-# -- routing of a host's ---------------------------------------------------------------------------
-
-
 def host_routing(seen: list[tuple[int, Tensor | None]]) -> AbstractContextManager[Any]:
     """Puts in place of `TopKRouter.routing`, as verl, one that knows nothing of rows that were added. Notes
     of each call the rows and the mask."""
@@ -156,9 +153,6 @@ def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool
             assert mask is None or wanted is None or torch.equal(mask.cpu(), wanted.transpose(0, 1))
     assert_same_bits(*found)
     rig.ran(report, 2 * 3 * 2, failures=2, WARMING_UP=3 * 2)
-
-
-# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_routers_that_are_told_later_and_recomputed_raise(install: rig.Install) -> None:

@@ -292,9 +292,6 @@ def groups(*, is_hybrid: bool) -> dict[int, bool]:
     return {size: found.of_size(size) is ask(group_size=size) for size in (2, 4)}
 
 
-# -- what is asked of them ----------------------------------------------------------------------------
-
-
 def check(runs: list[dict[str, Any]], eager: frozenset[str] = frozenset({"WARMING_UP"})) -> None:
     """Every rank replays all but the first steps, and is as far from one process as sums in another order."""
     for run in runs:
@@ -355,9 +352,6 @@ def test_a_model_is_refused_where_the_plugin_knows_no_sizes(monkeypatch: pytest.
         "hybrid context parallelism (hybrid_context_parallel=True) without cp_sizes is not supported yet"
     )
     assert refusal_of(trainer.chunk, trainer.model, options=GraphConfig(cp_sizes=(1, 2))) is None
-
-
-# -- a document that is described as no pack ---------------------------------------------------------
 
 
 def described(**changes: Any) -> Any:

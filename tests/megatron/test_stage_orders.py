@@ -134,9 +134,6 @@ def test_leases_show_which_micro_batches_were_in_flight_of_models_that_are_gone_
     assert plugin.all_graphs() == [] and plugin.leases() == leases
 
 
-# -- several micro-batches of a model in flight ------------------------------------------------------
-
-
 def test_a_slot_that_somebody_holds_leaves_the_others_and_holds_captures_back(caplog: Any) -> None:
     pair = Pair(plugin={"cuda_graph_slots": 2})
     pair.step(*packs(3, 0), times=2)

@@ -238,9 +238,6 @@ def test_what_is_left_out_by_name_is_reported(pair: rig.Pair) -> None:
     assert "current_microbatch" in pair.ran(WARMING_UP=rig.LAYERS)["unguarded"]
 
 
-# -- what somebody sees who watches a run ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("are_asked_for", [True, False])
 def test_replays_are_ranges_that_name_site_variant_and_slot_if_somebody_asks_for_them(
     install: Install, are_asked_for: bool

@@ -454,9 +454,6 @@ def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism() -> No
         assert torch.equal(*both)
 
 
-# -- rotary tables of rows that were added -----------------------------------------------------------
-
-
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> None:
     """Where the model is entered, positions too, as soon as a pack has shown what its layers are handed."""
