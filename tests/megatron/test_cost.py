@@ -85,40 +85,32 @@ def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tup
     return in_forward, in_backward, at_boundary
 
 
-@pytest.fixture(scope="module")
-def counts(megatron: None) -> dict[int, tuple[Calls, Calls, Calls]]:
-    """By the number of layers."""
-    _count(2)  # fills what is cached for as long as the process
-    return {layers: _count(layers) for layers in (2, 6)}
-
-
 def _of_plugin(calls: Calls) -> int:
     # What lets megatron-core run on the CPU is not there on a GPU.
     return sum(count for name, count in calls.ours.items() if not name.startswith("cpu."))
 
 
-def test_a_further_layer_costs_no_call_of_a_function(counts: dict[int, tuple[Calls, Calls, Calls]]) -> None:
-    """All replayed layers are one vectorcall forward and one autograd node backward."""
-    for few, many in zip(counts[2], counts[6], strict=True):
+def test_a_micro_batch_costs_few_calls_and_a_further_layer_none() -> None:
+    """All replayed layers are one vectorcall forward and one autograd node backward.
+
+    Raise a bound only with a reason: it is paid in every micro-batch, or before every step.
+    """
+    _count(2)  # fills what is cached for as long as the process
+    of_two, of_six = _count(2), _count(6)
+    for few, many in zip(of_two, of_six, strict=True):
         assert few.all == many.all, many.ours - few.ours
+    in_forward, in_backward, at_boundary = map(_of_plugin, of_six)
+    assert in_forward <= 14 and in_backward == 0 and at_boundary <= 4
 
 
-def test_a_micro_batch_costs_a_bounded_number_of_calls(counts: dict[int, tuple[Calls, Calls, Calls]]) -> None:
-    """Raise a bound only with a reason: it is paid in every micro-batch, or before every step."""
-    in_forward, in_backward, at_boundary = map(_of_plugin, counts[6])
-    assert in_forward <= 14
-    assert in_backward == 0
-    assert at_boundary <= 4
-
-
-def test_a_boundary_costs_as_few_calls_where_packs_say_who_shares_them(megatron: None) -> None:
+def test_a_boundary_costs_as_few_calls_where_packs_say_who_shares_them() -> None:
     """Bug: it walked over all modules of the model, milliseconds of them."""
     few, many = (_count(layers, cp_sizes=(1,))[2] for layers in (2, 6))
     assert few.all == many.all, many.ours - few.ours
     assert _of_plugin(many) <= 13
 
 
-def test_the_last_micro_batch_costs_no_call_of_ours_for_a_further_layer(megatron: None) -> None:
+def test_the_last_micro_batch_costs_no_call_of_ours_for_a_further_layer() -> None:
     """All of its parameters are in one bucket: Python is entered once, and calls Megatron for each."""
     few, many = (_count(layers, {"overlap_grad_reduce": True})[1] for layers in (2, 6))
     assert few.ours == many.ours, many.ours - few.ours
