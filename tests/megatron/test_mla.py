@@ -31,12 +31,6 @@ FUSED = {"apply_rope_fusion": True}
 _QUERY, _KEY = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
 
 
-def test_canonical_packs_have_the_bits_of_an_unpatched_run() -> None:
-    capacity = rig.CAPACITY.replace(max_seqlen=32)
-    runs = three_modes(canonical_steps(capacity, 3), capacities=(capacity,), mla="low rank, YaRN")
-    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
-
-
 @pytest.mark.parametrize("declared", [40, 39, 64])
 def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(declared: int) -> None:
     """Its attention cuts a table to the pack's 40 rows: a longer one goes on from document to document."""

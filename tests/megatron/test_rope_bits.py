@@ -103,6 +103,7 @@ CASES = {
     "half, interleaved": Case(
         steps_of(HALF, shapes=WITHOUT_EMPTY), given={"rotary_interleaved": True}, capacity=HALF
     ),
+    "multi-latent attention, half": Case(steps_of(HALF), given={"mla": "low rank, YaRN"}, capacity=HALF),
     "hybrid, half": Case(steps_of(HALF), capacity=HALF, **OF_HYBRID),
     "keys of another length": Case(declared(Keys), GOES_ON),
     # Bug: positions began anew in each document, since the wrapper acted in every model.
@@ -132,6 +133,7 @@ CASES = {
 
 @pytest.mark.both
 @pytest.mark.usefixtures("experts")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of multi-latent attention
 @pytest.mark.parametrize("name", CASES)
 def test_packs_that_need_no_padding_have_the_bits_of_an_unpatched_run(name: str) -> None:
     case = CASES[name]
