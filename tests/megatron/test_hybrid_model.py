@@ -7,7 +7,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from mamba_rig import PATTERN, Documented, mamba, mamba_experts
+from mamba_rig import PATTERN, Documented, mamba
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_rig import Install, Pair, step, steps_of
 from torch import Tensor
@@ -67,12 +67,6 @@ def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
     assert [seam.function() for seam in HYBRID] == before
     with pytest.raises(ImportError, match="neither HybridModel nor MambaModel"):
         megagraph.get_hybrid_stack_varlen_spec()
-
-
-def test_where_nothing_is_named_experts_alone_stay_eager(experts: None) -> None:
-    report = rig.compare_runs(rig.steps_of(3, make=Documented), mamba_experts, pattern="ME*E-").report
-    assert report["cuda_graph_modules"] == ["attn", "mlp", "mamba", "moe_router"]
-    rig.ran(report, 2 * 3 * 5, WARMING_UP=3 * 5)
 
 
 OF_PATTERN = len(PATTERN)
