@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a pack that two ranks share, handed in or out; experts that take as many rows from each rank."""
+"""Rows of a pack that two ranks share, handed in or out; experts over ranks that run packs of their own."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from parallel_jobs import OPTIONS
 from same_bits import assert_same_bits
 from streams import make_groups, seeded
 from torch import Tensor, distributed
-from worlds import on_ranks
+from worlds import World, on_ranks
 
 import megagraph
 from megagraph._C import Capacity
@@ -220,7 +220,8 @@ def test_a_model_with_forwards_of_its_own_on_several_ranks(sequence_parallel: bo
 
 FEW = Capacity(tokens=64, num_seqs=3, max_seqlen=48)
 MANY = Capacity(tokens=64, num_seqs=5, max_seqlen=48)
-SCOPES = ("attn", "moe_router", "mlp")
+ROUTERS = ("attn", "moe_router")
+SCOPES = (*ROUTERS, "mlp")
 CASES: dict[str, dict[str, Any]] = {
     "allgather": {**moe_rig.CASES["sigmoid, bias, groups"], "moe_token_dispatcher_type": "allgather"},
     "drop and pad": {**moe_rig.CASES["drop and pad"], "moe_shared_expert_intermediate_size": 24},
@@ -317,6 +318,70 @@ def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
     # One in each of two steps, and in each evaluation after these.
     alone = {"DISABLED": 3 * SITES} if rank == 0 else dict.fromkeys(MISFITS, 2 * SITES)
     assert pair.report()["eager"] == {"WARMING_UP": 2 * 3 * SITES, **alone}
+
+
+# What is named beside MLPs, further options, and what keeps a router eager.
+OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str]] = {
+    "routers": (ROUTERS, moe_rig.BIAS, ""),
+    # Bug that was: experts have the group that saves their shards over ranks, and no forward uses it.
+    "whole layers": (("attn", "moe"), moe_rig.PADS, ""),
+    "a loss that is reduced over them": (
+        ROUTERS,
+        {"moe_router_load_balancing_type": "global_aux_loss"},
+        "collectives of ranks that run other packs (tp_dp_cp, 2 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN_PACKS)
+def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
+    scopes, changes, failure = OWN_PACKS[case]
+    refused = {"SCOPE_UNSUPPORTED": 2 * parallel_jobs.PACKS} if failure else {}
+    for report in world2.run(parallel_jobs.train_experts, scopes=(*scopes, "mlp"), **changes):
+        rig.ran(report, failures=bool(failure), WARMING_UP=parallel_jobs.PACKS * 2, **refused)
+        assert failure in "".join(report["failures"])
+
+
+SPREAD: dict[str, tuple[Sequence[str], moe_rig.Config]] = {
+    "dropless, bias": (ROUTERS, moe_rig.BIAS),
+    **{case: (ROUTERS, moe_rig.CASES[case]) for case in ("drop", "shared experts, overlapped")},
+    # Bug: experts behind a graph had a backward, for which the rank waited that ran eager.
+    "frozen below": (ROUTERS, {**moe_rig.BIAS, "prepare": parallel_jobs.freeze_below}),
+    # Counts are gathered over the ranks in the eager part.
+    "permuted": (
+        (*ROUTERS, "moe_preprocess"),
+        {**moe_rig.BIAS, **moe_rig.SHARED, "moe_router_load_balancing_type": "aux_loss"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
+    """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
+    scopes, changes = SPREAD[case]
+    if case == "permuted" and not moe_rig.can_permute(changes):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    reports = world2.run(parallel_jobs.train_spread, scopes=(*scopes, "mlp"), misfits_on=1, **changes)
+    for report, misfits in zip(reports, ({}, {"TOO_MANY_SEQUENCES": 2}), strict=True):
+        rig.ran(report, WARMING_UP=parallel_jobs.PACKS * 2, **misfits)
+
+
+@pytest.mark.parametrize(("mode", "expert_parallel"), [("eager", 1), ("graph", 2)])
+@on_ranks(2)
+@moe_rig.experts_on_cpu()
+def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:
+    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail. Also
+    where all rows of one rank are padding."""
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": expert_parallel}
+    sizes["expert_tensor_parallel_size"] = 1
+    make_groups(**sizes)
+    changes = {**sizes, "sequence_parallel": True, **moe_rig.BIAS}
+    micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
+    config = rig.graph_config(mode=mode, cuda_graph_modules=ROUTERS)
+    for left in rig.train(config, [micros] * 2, ExpertTrainer, **changes).steps:
+        for counts in left.counts:
+            distributed.all_reduce(counts)
+            assert int(counts.sum()) == 2 * (20 + 8 + 10 + 4)
 
 
 # -- one rank, as one of several -----------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
-import parallel_jobs
 import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
@@ -18,7 +17,6 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from same_bits import assert_same_bits
 from torch import Tensor
-from worlds import on_ranks
 
 import megagraph
 from megagraph.demo.trainer import Trainer
@@ -183,24 +181,3 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
     alone = rig.step(trainer, [micro], update=False)
     for left in found:
         assert_same_bits(alone, left)
-
-
-@on_ranks(2, tensor_parallel=2)
-def test_masks_on_two_tensor_parallel_ranks() -> None:
-    """Under sequence parallelism each rank has the mask of its rows."""
-    config = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    with mlps_that_read_masks() as seen:
-        report = parallel_jobs.train_pair(
-            steps_of=functools.partial(parallel_jobs.small_steps, masks=True), config=config
-        )
-    assert len({mask.size(1) for mask in seen}) == 1  # rows of the capacity, or this rank's share of them
-    assert report["eager"] == {"WARMING_UP": parallel_jobs.PACKS * rig.LAYERS} and report["failures"] == []
-    assert report["verification"]["unverified"] == 0
-
-
-@on_ranks(2, tensor_parallel=2)
-def test_what_stays_eager_under_sequence_parallelism_keeps_its_rows() -> None:
-    """Bug: where no layer had a graph, a rank's rows were made as many as the whole pack's."""
-    micros = rig.Micro(lengths=(40, 24), mask_seed=1), rig.Micro(lengths=(20, 10), mask_seed=2)
-    with mlps_that_read_masks():
-        parallel_jobs.cannot_capture(micros, {"tensor_model_parallel_size": 2, "sequence_parallel": True})

@@ -12,7 +12,6 @@ from unittest import mock
 
 import megatron_rig as rig
 import moe_rig
-import parallel_jobs
 import pytest
 import torch
 from host_rig import OwnBlock
@@ -20,14 +19,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron_rig import Install, Micro, Pair, forget_metrics, graph_config, report_of, step, steps_of, train
+from megatron_rig import Install, Pair, forget_metrics, graph_config, report_of, step, steps_of, train
 from moe_rig import ATTENTION, PADS, PERMUTATION, ROUTERS, ExpertTrainer
 from moe_rig import GROUPED_EXPERTS as GROUPED
-from parallel_jobs import PACKS
 from same_bits import assert_same_bits
-from streams import make_groups
-from torch import distributed
-from worlds import World, on_ranks
 
 from megagraph.megatron import seams
 from megagraph.megatron.scopes.moe import MOE, PREPROCESS
@@ -180,70 +175,6 @@ def test_what_cannot_be_permuted_in_a_graph_is_refused_by_name(
     assert PREPROCESS.check(layer) is None
     change(layer)
     assert said in str(PREPROCESS.check(layer))
-
-
-# What is named beside MLPs, further options, and what keeps a router eager.
-OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str]] = {
-    "routers": (BOTH, moe_rig.BIAS, ""),
-    # Bug that was: experts have the group that saves their shards over ranks, and no forward uses it.
-    "whole layers": (WHOLE, PADS, ""),
-    "a loss that is reduced over them": (
-        BOTH,
-        {"moe_router_load_balancing_type": "global_aux_loss"},
-        "collectives of ranks that run other packs (tp_dp_cp, 2 ranks",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OWN_PACKS)
-def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
-    scopes, changes, failure = OWN_PACKS[case]
-    refused = {"SCOPE_UNSUPPORTED": 2 * PACKS} if failure else {}
-    for report in world2.run(parallel_jobs.train_experts, scopes=(*scopes, "mlp"), **changes):
-        rig.ran(report, failures=bool(failure), WARMING_UP=PACKS * 2, **refused)
-        assert failure in "".join(report["failures"])
-
-
-SPREAD: dict[str, tuple[Sequence[str], moe_rig.Config]] = {
-    "dropless, bias": (BOTH, moe_rig.BIAS),
-    **{case: (BOTH, moe_rig.CASES[case]) for case in ("drop", "shared experts, overlapped")},
-    # Bug: experts behind a graph had a backward, for which the rank waited that ran eager.
-    "frozen below": (BOTH, {**moe_rig.BIAS, "prepare": parallel_jobs.freeze_below}),
-    # Counts are gathered over the ranks in the eager part.
-    "permuted": (
-        (*BOTH, "moe_preprocess"),
-        {**moe_rig.BIAS, **moe_rig.SHARED, "moe_router_load_balancing_type": "aux_loss"},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SPREAD)
-def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
-    """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
-    scopes, changes = SPREAD[case]
-    if case == "permuted" and not moe_rig.can_permute(changes):
-        pytest.skip("this release permutes into shapes that only the device knows")
-    reports = world2.run(parallel_jobs.train_spread, scopes=(*scopes, "mlp"), misfits_on=1, **changes)
-    for report, misfits in zip(reports, ({}, {"TOO_MANY_SEQUENCES": 2}), strict=True):
-        rig.ran(report, WARMING_UP=PACKS * 2, **misfits)
-
-
-@pytest.mark.parametrize(("mode", "expert_parallel"), [("eager", 1), ("graph", 2)])
-@on_ranks(2)
-@moe_rig.experts_on_cpu()
-def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:
-    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail. Also
-    where all rows of one rank are padding."""
-    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": expert_parallel}
-    sizes["expert_tensor_parallel_size"] = 1
-    make_groups(**sizes)
-    changes = {**sizes, "sequence_parallel": True, **moe_rig.BIAS}
-    micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
-    config = graph_config(mode=mode, cuda_graph_modules=BOTH)
-    for left in train(config, [micros] * 2, ExpertTrainer, **changes).steps:
-        for counts in left.counts:
-            distributed.all_reduce(counts)
-            assert int(counts.sum()) == 2 * (20 + 8 + 10 + 4)
 
 
 # As of one stage of a pipeline whose dense layers lie in another.
