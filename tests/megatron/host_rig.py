@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hosts of Megatron write models, packs, calls and loops, in our words.
-
-Read in verl 0.9.1, megatron-bridge 0.3.1, ms-swift 4.6.0 with mcore-bridge 1.6.5.
-"""
+"""How hosts of Megatron write models, packs, calls and loops, in our words. Read in verl 0.9.1,
+megatron-bridge 0.3.1, ms-swift 4.6.0 with mcore-bridge 1.6.5."""
 
 import contextlib
 import random

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Undoes what models that nobody uses any more leave behind.
-
-Megatron keeps them in cycles that no garbage collector sees. Dispatchers of experts keep probabilities of
-their last call with the history that autograd made, which leads to the hooks of DDP and through them to the
-model; a part of the way lies in C++. So do layers, of a call that raised. The hooks of `overlap_param_gather`
-are such a cycle, too. With a model its process groups stay, whose threads take up the machine.
-"""
+"""Undoes what models that nobody uses any more leave behind. Megatron keeps them in cycles that no garbage
+collector sees. Dispatchers of experts keep probabilities of their last call with the history that autograd
+made, which leads to the hooks of DDP and through them to the model; a part of the way lies in C++. So do
+layers, of a call that raised. The hooks of `overlap_param_gather` are such a cycle, too. With a model its
+process groups stay, whose threads take up the machine."""
 
 import gc
 import time

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under expert-parallel overlap in one process: by Megatron's own schedule, with a stand-in for the
-all-to-all, and with what tests do in the nodes of its plans.
-"""
+all-to-all, and with what tests do in the nodes of its plans."""
 
 import contextlib
 import dataclasses

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement learning with adapters: the reference is the policy with its adapters switched off.
-
-Adapters are those of host_rig.py, and Megatron-Bridge's own if its wheel is there.
-"""
+"""Reinforcement learning with adapters: the reference is the policy with its adapters switched off. Adapters
+are those of host_rig.py, and Megatron-Bridge's own if its wheel is there."""
 
 import importlib
 import importlib.util

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where graphs replay, the backward passes of a schedule run on the thread that calls it; nowhere else.
-
-Without a GPU they do so in any case, and what tells is autograd's own switch.
-"""
+Without a GPU they do so in any case, and what tells is autograd's own switch."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +16,8 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 
 is_multithreaded: Callable[[], bool] = torch._C._is_multithreading_enabled
+# Megatron recomputes no MLP that hands on its bias.
+RECOMPUTED = recompute("mlp", add_bias_linear=False)
 
 
 @pytest.fixture(autouse=True)
@@ -152,10 +152,6 @@ def test_who_switched_threads_off_finds_them_off(install: rig.Install) -> None:
     with torch.autograd.set_multithreading_enabled(False):
         assert seen.of(rig.step, trainer, [rig.ONE]) == [False]
         assert not is_multithreaded()
-
-
-# Megatron recomputes no MLP that hands on its bias.
-RECOMPUTED = recompute("mlp", add_bias_linear=False)
 
 
 @pytest.mark.usefixtures("recompute_on_cpu")

@@ -22,6 +22,7 @@ from megagraph.demo.trainer import Trainer
 
 TOO_LARGE = rig.Micro(lengths=(60, 20), seed=3)
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 10_000}
+MANY = rig.Micro(lengths=(4,) * 9)  # more documents than any capacity holds, so that no slot is held
 
 
 def test_evaluation_is_graphed_when_it_comes_again(pair: rig.Pair) -> None:
@@ -288,9 +289,6 @@ def test_no_capture_calls_train_whose_side_effects_may_change_weights() -> None:
         weights = [_second_mlp(trainer).inner.linear_fc1.weight for trainer in pair.both]
         assert torch.equal(*weights)
     pair.ran(2 * (2 + 1) * rig.LAYERS, graphs=(2 + 1) * rig.LAYERS, WARMING_UP=(2 + 1) * rig.LAYERS)
-
-
-MANY = rig.Micro(lengths=(4,) * 9)  # more documents than any capacity holds, so that no slot is held
 
 
 def _tripled(_mlp: Any, _args: Any, out: Any) -> tuple[Tensor, Any]:

@@ -26,6 +26,11 @@ pytestmark = pytest.mark.usefixtures("recompute_on_cpu")
 
 STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO]]
 REPLAYS = 2 * 2 * rig.LAYERS  # if everything after the warm-up replays
+HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
+CANONICAL = [
+    [canonical((10, 30, 24), capacity=HALF, seed=i), canonical((16, 16, 32), capacity=HALF, seed=50 + i)]
+    for i in range(3)
+]
 
 
 @pytest.fixture
@@ -52,13 +57,6 @@ def test_selective_recompute_inside_a_layer_has_eager_bits(
     else:
         rig.ran(graphed.report, REPLAYS, WARMING_UP=2 * rig.LAYERS)
     assert_same_bits(graphed, rig.train(rig.graph_config(), STEPS, config=common, eager=True))
-
-
-HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
-CANONICAL = [
-    [canonical((10, 30, 24), capacity=HALF, seed=i), canonical((16, 16, 32), capacity=HALF, seed=50 + i)]
-    for i in range(3)
-]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 MICRO = Micro(lengths=(9, 20, 11))
 PROMPT = 5
+OTHER = Micro(lengths=(5, 30), seed=1)
 
 
 def _call_inside(trainer: Trainer, call: Callable[[Any], Tensor]) -> list[Tensor]:
@@ -75,9 +76,6 @@ def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(pair: P
     for trainer in pair.both:
         _call_inside(trainer, nothing)
     pair.step(MICRO)
-
-
-OTHER = Micro(lengths=(5, 30), seed=1)
 
 
 def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(pair: Pair) -> None:

@@ -21,6 +21,13 @@ from megagraph.packs.ops import TailConvention
 
 STEPS, MICROS, WARM_UP = 32 if rig.ON_GPU else 10, 3, 2
 SMALL = Capacity(tokens=64, num_seqs=4, max_seqlen=48)
+MAIN: dict[str, Any] = {"capacities": (SMALL,), "cuda_graph_warmup_steps": WARM_UP}
+EDGES = {
+    **{"full": (64,), "one token": (1,), "all documents": (16,) * 4, "shortest": (1,) * 4},
+    "empty documents": (0, 20, 0, 5),
+}
+MICRO = Micro(lengths=(9, 20), tail=7)
+END = sum(MICRO.lengths)
 
 
 def _cut(rng: random.Random, tokens: int, documents: int) -> tuple[int, ...]:
@@ -55,9 +62,6 @@ def _eager_reason(micro: rig.Micro) -> str | None:
     sizes = {"TOO_MANY_TOKENS": (micro.physical, 64), "TOO_MANY_SEQUENCES": (len(micro.lengths), 4)}
     sizes["SEQUENCE_TOO_LONG"] = micro.longest, 48
     return next((reason for reason, (size, most) in sizes.items() if size > most), None)
-
-
-MAIN: dict[str, Any] = {"capacities": (SMALL,), "cuda_graph_warmup_steps": WARM_UP}
 
 
 def test_every_call_has_the_bits_of_eager_and_replays_or_has_the_reason_that_a_hand_count_gives() -> None:
@@ -153,12 +157,6 @@ def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
             assert (one - other).abs().max() <= bound * one.abs().max()
 
 
-EDGES = {
-    **{"full": (64,), "one token": (1,), "all documents": (16,) * 4, "shortest": (1,) * 4},
-    "empty documents": (0, 20, 0, 5),
-}
-
-
 def test_packs_at_each_edge_of_their_capacity_replay_with_eager_bits() -> None:
     capacity = Capacity(tokens=64, num_seqs=4, max_seqlen=64)
     packs = [rig.Micro(lengths=lengths, seed=seed) for seed, lengths in enumerate(EDGES.values())]
@@ -198,10 +196,6 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_to
     after = pair.ran(WARMING_UP=layers, SIGNATURE_CHANGED=2 * layers)
     assert after["replays"] == before["replays"] == layers
     assert after["padding_share"] == before["padding_share"] == _share([rig.ONE])
-
-
-MICRO = Micro(lengths=(9, 20), tail=7)
-END = sum(MICRO.lengths)
 
 
 def _through_the_block(trainer: Trainer, filler: float) -> tuple[Tensor, Step]:

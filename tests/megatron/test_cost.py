@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay costs the host, as counts: the same on every machine, unlike times.
-
-Counted are calls of Python functions of the plugin, and of anything at all for each further layer. What the
-host backend runs in place of a graph is not.
-"""
+"""What a replay costs the host, as counts: the same on every machine, unlike times. Counted are calls of
+Python functions of the plugin, and of anything at all for each further layer. What the host backend runs in
+place of a graph is not."""
 
 import contextlib
 import dataclasses

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert-parallel overlap that makes gradients of weights later: `delay_wgrad_compute`, in one process.
-
-On the CPU core's linear layers do as Transformer Engine's do on a GPU.
-"""
+"""Expert-parallel overlap that makes gradients of weights later: `delay_wgrad_compute`, in one process. On
+the CPU core's linear layers do as Transformer Engine's do on a GPU."""
 
 import contextlib
 import itertools

@@ -46,6 +46,10 @@ LENGTHS = [
 # Of two ranks: documents for both in the first and the last step, one for each in the second.
 ON_TWO = [[[120, 7], [60]], [[60], [60]], [[9, 80], [30]]]
 ONE_THEN_TWO = [[[60], [60]], *[[[120, 7], [60]]] * 2]  # a document for each first
+Training = tuple[int, dict[str, Any]]  # of how many ranks
+EQUAL_ROWS = {"expert_model_parallel_size": 2, **moe_rig.GATHERS}
+GLOBAL_LOSS = {"moe_router_load_balancing_type": "global_aux_loss"}
+PLACES = ("cp_group", "tp_cp_group", "cp_global_ranks", "cp_stream")  # of modules
 
 
 def check(runs: list[dict[str, Any]], *, warm_up_steps: int = 1) -> None:
@@ -63,9 +67,6 @@ def check(runs: list[dict[str, Any]], *, warm_up_steps: int = 1) -> None:
         replayed = sum(counts.get("replayed", 0) for counts in report["cp_sizes"].values())
         found = f"{report['cp_sizes']}, {report['eager']}, of {run['sizes']}"
         assert replayed == sum(map(len, run["sizes"][warm_up_steps:])) + run["evaluated"], found
-
-
-Training = tuple[int, dict[str, Any]]  # of how many ranks
 
 
 def two(**options: Any) -> Training:
@@ -313,10 +314,6 @@ def test_owners_of_ranks_that_are_no_objects_of_megatrons() -> None:
     assert seen == [2, 1] and spaced.config.context_parallel_size == 1
 
 
-EQUAL_ROWS = {"expert_model_parallel_size": 2, **moe_rig.GATHERS}
-GLOBAL_LOSS = {"moe_router_load_balancing_type": "global_aux_loss"}
-
-
 @pytest.mark.parametrize(
     "config, model, name",
     [
@@ -390,9 +387,6 @@ def test_modules_that_change_between_steps_are_followed() -> None:
     trainer.chunk.config.recompute_granularity = "selective"
     with pytest.raises(ValueError, match="recompute_granularity='selective'"):
         rig.step(trainer, micros)
-
-
-PLACES = ("cp_group", "tp_cp_group", "cp_global_ranks", "cp_stream")  # of modules
 
 
 def sees(trainer: Trainer) -> dict[tuple[str, str], Any]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs under torchrun end, however they end, and one rank speaks; ranks of tests that hang or fail are named.
-
-NCCL waits for ever for a communicator that a living graph holds. As a program this is a rank of such a job.
-"""
+NCCL waits for ever for a communicator that a living graph holds. As a program this is a rank of such a
+job."""
 
 import io
 import os

@@ -28,6 +28,13 @@ pytestmark = [
 ]
 
 SWIGLU, FUSED = GROUPED["swiglu"], GROUPED["fused swiglu"]
+# Of sums in another order; in bfloat16 Megatron rounds after each expert, and here once.
+BOUND = {"rtol": 2e-2, "atol": 2e-2} if torch.cuda.is_available() else {"rtol": 1e-5, "atol": 1e-6}
+# Of the gate above, and of the linear part on both sides, of which two thirds lie outside.
+CLAMPED = {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.25, "init_method_std": 0.2}
+AGREEING = {name: case for name, case in GROUPED.items() if name != "jitter" and "recomputed" not in name}
+AGREEING["clamp"] = {**SWIGLU, **CLAMPED}
+RECOMPUTED = recompute("moe_act", moe_grouped_gemm=True)
 
 
 @pytest.mark.gpu
@@ -56,10 +63,6 @@ def _rows(count: int) -> Tensor:
     return rows.to(device, dtype).requires_grad_()
 
 
-# Of sums in another order; in bfloat16 Megatron rounds after each expert, and here once.
-BOUND = {"rtol": 2e-2, "atol": 2e-2} if torch.cuda.is_available() else {"rtol": 1e-5, "atol": 1e-6}
-
-
 def both(**changes: Any) -> list[Any]:
     """A layer of grouped experts, and one of Megatron's `SequentialMLP` of the same weights."""
     trainers = [ExpertTrainer("E", is_grouped=is_grouped, **changes) for is_grouped in (True, False)]
@@ -79,12 +82,6 @@ def run_mixture(mixture: Any, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if names[0] in grads:
             grads[f"experts.{projection}.weight"] = torch.stack([grads.pop(name) for name in names])
     return out, grads
-
-
-# Of the gate above, and of the linear part on both sides, of which two thirds lie outside.
-CLAMPED = {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.25, "init_method_std": 0.2}
-AGREEING = {name: case for name, case in GROUPED.items() if name != "jitter" and "recomputed" not in name}
-AGREEING["clamp"] = {**SWIGLU, **CLAMPED}
 
 
 @pytest.mark.parametrize(
@@ -109,9 +106,6 @@ def test_a_dispatcher_holds_nothing_outside_of_a_call() -> None:
     assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
     mixture(_rows(12))
     assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
-
-
-RECOMPUTED = recompute("moe_act", moe_grouped_gemm=True)
 
 
 @pytest.mark.parametrize("case", ["top 2", "swiglu", "on the input", "shared experts"])

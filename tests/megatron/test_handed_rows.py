@@ -39,6 +39,13 @@ has_output_processor = pytest.mark.skipif(
 )
 PACKS = (rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1))  # the second fills its capacity
 LOPSIDED = rig.Micro(lengths=(33, 9), seed=2)  # of the capacity's rows, both ranks have some of its own
+WAYS: dict[str, dict[str, bool]] = {
+    "decoder_input": {"is_embedded": True},
+    "decoder_input, its gradient on one rank alone": {"is_embedded": True, "on_one_rank_alone": True},
+    "output_processor": {"is_processed": True},
+    "output_processor beside decoder_input": {"is_embedded": True, "is_processed": True},
+}
+ROUTES = ("no pack", "block arguments", "padding mask", "inference mode", "mask inside", "table inside")
 
 
 def call(
@@ -82,14 +89,6 @@ def call(
         assert torch.equal(other["decoder_input"], hidden)
     assert len(seen) == is_processed
     return out, hidden if hidden.requires_grad else None
-
-
-WAYS: dict[str, dict[str, bool]] = {
-    "decoder_input": {"is_embedded": True},
-    "decoder_input, its gradient on one rank alone": {"is_embedded": True, "on_one_rank_alone": True},
-    "output_processor": {"is_processed": True},
-    "output_processor beside decoder_input": {"is_embedded": True, "is_processed": True},
-}
 
 
 def _summed(chunk: Any, left: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -398,9 +397,6 @@ def make(install: Callable[..., GraphConfig], monkeypatch: Any) -> Iterator[Call
 
     with moe_rig.experts_on_cpu():
         yield with_capacities
-
-
-ROUTES = ("no pack", "block arguments", "padding mask", "inference mode", "mask inside", "table inside")
 
 
 def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of verl, Megatron-Bridge and ms-swift: each replays, or runs eager for a reason that is counted.
-
-`graph` against `eager` bit for bit, in rounds of the host's phases whose packs change.
-"""
+`graph` against `eager` bit for bit, in rounds of the host's phases whose packs change."""
 
 import inspect
 from collections.abc import Callable

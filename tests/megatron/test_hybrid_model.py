@@ -23,6 +23,7 @@ HYBRID = seams.hybrid_seams() or ()
 LAYERS = len(rig.HYBRID_PATTERN)
 
 pytestmark = pytest.mark.both
+OF_PATTERN = len(PATTERN)
 
 
 def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
@@ -67,9 +68,6 @@ def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
     assert [seam.function() for seam in HYBRID] == before
     with pytest.raises(ImportError, match="neither HybridModel nor MambaModel"):
         megagraph.get_hybrid_stack_varlen_spec()
-
-
-OF_PATTERN = len(PATTERN)
 
 
 def packs(count: int, make: Any = Documented, tails: bool = True) -> list[list[rig.Micro]]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may change of captured layers between two steps is noticed, each under its reason.
-
-In a training: test_state_changes.py.
-"""
+"""What may change of captured layers between two steps is noticed, each under its reason. In a training:
+test_state_changes.py."""
 
 import weakref
 from collections import OrderedDict
@@ -19,6 +17,7 @@ from megagraph.megatron.watch import LayerWatch
 from megagraph.reasons import EagerReason
 
 _MOVED, _OTHERS, _HOOK = EagerReason.ADDRESS_MOVED, EagerReason.PARAMETERS_CHANGED, EagerReason.FOREIGN_HOOK
+KEPT: list[Any] = []
 
 
 def _moved(param: Any) -> None:
@@ -144,9 +143,6 @@ def _given_others(owner: Any) -> None:
 def _given_another_gradient(owner: Any) -> None:
     KEPT.append(vars(owner.inner.bias))
     owner.inner.bias.__dict__ = {"main_grad": torch.zeros(3)}
-
-
-KEPT: list[Any] = []
 
 
 def _gradient_and_a_child(owner: Any) -> None:

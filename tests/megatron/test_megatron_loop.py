@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's own loop on a GPU: its log says the same with graphs as without, digit for digit.
-
-Starts docs/examples/pretrain_packed.py through `megagraph run`, once for each mode of the plugin: a whole run
-with evaluations and saves, and one that resumes at its half. Needs megatron-core 0.19 with psutil. With a
-folder in the variable OUT, the figures are written there as megatron_loop.json.
-"""
+"""Megatron-LM's own loop on a GPU: its log says the same with graphs as without, digit for digit. Starts
+docs/examples/pretrain_packed.py through `megagraph run`, once for each mode of the plugin: a whole run with
+evaluations and saves, and one that resumes at its half. Needs megatron-core 0.19 with psutil. With a folder
+in the variable OUT, the figures are written there as megatron_loop.json."""
 
 import importlib.util
 import json

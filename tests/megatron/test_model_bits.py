@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of model under each set of scopes: the bits of mode `eager`, in all that steps leave.
-
-Models with real Mamba mixers, or of Transformer Engine: test_scope_cells.py.
-"""
+"""Every kind of model under each set of scopes: the bits of mode `eager`, in all that steps leave. Models
+with real Mamba mixers, or of Transformer Engine: test_scope_cells.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of layers of experts is in graphs: their routers, rows permuted to experts too, or all of padded ones.
-
-Bits: test_model_bits.py.
-"""
+Bits: test_model_bits.py."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,6 +33,9 @@ pytestmark = [
 
 BOTH, WHOLE = ("attn", "moe_router"), ("attn", "moe")
 ALL = (*BOTH, "moe_preprocess")
+# As of one stage of a pipeline whose dense layers lie in another.
+ELSEWHERE = {**moe_rig.CASES["drop"], "moe_layer_freq": [0, 1]}
+TAILED = ("alltoall", "allgather", "drop", "drop and pad", moe_rig.BIASED)
 
 
 @pytest.fixture
@@ -177,10 +178,6 @@ def test_what_cannot_be_permuted_in_a_graph_is_refused_by_name(
     assert said in str(PREPROCESS.check(layer))
 
 
-# As of one stage of a pipeline whose dense layers lie in another.
-ELSEWHERE = {**moe_rig.CASES["drop"], "moe_layer_freq": [0, 1]}
-
-
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_model_of_which_nothing_can_be_graphed_has_the_bits_of_an_unpatched_one(mode: str) -> None:
     """Bug: what it ran before a capture, and in mode `eager` always, were canonical packs."""
@@ -191,9 +188,6 @@ def test_a_model_of_which_nothing_can_be_graphed_has_the_bits_of_an_unpatched_on
         "GPTModel stays eager (SCOPE_UNSUPPORTED): no layer of it can be graphed; layer 0 "
         "(TransformerLayer): it has nothing that mlp would graph"
     ]
-
-
-TAILED = ("alltoall", "allgather", "drop", "drop and pad", moe_rig.BIASED)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert-parallel overlap in one process: two real streams on a GPU. A copy stands for the all-to-all.
-
-All is compared with training without overlap, since eager overlap could be wrong itself.
-"""
+"""Expert-parallel overlap in one process: two real streams on a GPU. A copy stands for the all-to-all. All is
+compared with training without overlap, since eager overlap could be wrong itself."""
 
 import contextlib
 import functools
@@ -61,6 +59,9 @@ engines = pytest.mark.parametrize(
 needs_sorting = pytest.mark.skipif(
     not seams.permutation_sorts(), reason="this release permutes into shapes that vary"
 )
+Act = Callable[[Any], contextlib.AbstractContextManager[Any]]
+BUSY = ("communication", "compute")
+LATE_US = 3000.0  # longer than the host takes to reach the consumer
 
 
 @engines
@@ -142,9 +143,6 @@ def test_packs_below_their_capacity_have_its_bits() -> None:
     alone = [train(steps, None, overlaps=overlaps) for overlaps in (False, True)]
     assert_same_bits(*alone)
     assert_same_bits(*(train(steps, mode) for mode in ("eager", "graph")))
-
-
-Act = Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 
 def compared_while(act: Act, *, is_of_graphs: bool = False) -> dict[str, Any]:
@@ -298,10 +296,6 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
     assert_same_bits(undisturbed(), graphed)
     report, in_step = rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS), len(MICROS[BREAKS]) * CALLS
     assert report["replays"] >= sum(map(len, MICROS)) * CALLS - COUNTS[0] * CALLS - in_step
-
-
-BUSY = ("communication", "compute")
-LATE_US = 3000.0  # longer than the host takes to reach the consumer
 
 
 def busy(kind: str) -> contextlib.AbstractContextManager[None]:

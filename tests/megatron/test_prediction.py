@@ -28,6 +28,12 @@ DENSE: dict[str, Any] = {  # undoes what moe_rig's base says of experts
 }
 LAYERS = rig.LAYERS
 HAS_DETACHED = hasattr(TransformerConfig, "mtp_detach_heads")
+FULL = rig.Micro(lengths=(20, 14, 30), seed=3)
+GIVEN: dict[str, rig.Micro] = {
+    "as many rows as the capacity": FULL,
+    "fewer rows": rig.Micro(lengths=(9, 20), seed=5),
+    "padded documents": rig.Micro(lengths=(20, 10, 22), padded=(24, 12, 28), seed=7),
+}
 
 
 def prediction_spec(config: Any, layers: Any) -> Any:
@@ -72,14 +78,6 @@ def hybrid_spec() -> Any:
 def hybrid_prediction() -> rig.ModelTrainer:
     """The same of a HybridModel, of which `/` begins the layers of one further token."""
     return rig.ModelTrainer(pattern="*-*-/*-/*-", spec=hybrid_spec(), mtp_num_layers=2)
-
-
-FULL = rig.Micro(lengths=(20, 14, 30), seed=3)
-GIVEN: dict[str, rig.Micro] = {
-    "as many rows as the capacity": FULL,
-    "fewer rows": rig.Micro(lengths=(9, 20), seed=5),
-    "padded documents": rig.Micro(lengths=(20, 10, 22), padded=(24, 12, 28), seed=7),
-}
 
 
 @pytest.mark.parametrize("case", GIVEN)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/examples/pretrain_packed.py: its packs, and a training run in Megatron-LM's own loop.
-
-The run needs a release with `megatron.training` (0.19). It is Megatron's on a CPU that it takes for a
-GPU: what names a device there is replaced, and nothing else.
-"""
+"""docs/examples/pretrain_packed.py: its packs, and a training run in Megatron-LM's own loop. The run needs a
+release with `megatron.training` (0.19). It is Megatron's on a CPU that it takes for a GPU: what names a
+device there is replaced, and nothing else."""
 
 import functools
 import importlib

@@ -69,6 +69,15 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
     ],
     "replayed": [(TOLD, f"{OF_EXPERTS} whose routing is replayed or a host's, and recomputed")],
 }
+Change = Callable[[Any], None]
+OF_TWO, OWN = f"{IN_SHARE} (context_parallel_size=2)", f"{OF_EXPERTS} in a layer of class Own"
+BEHIND = "behind a forward of its own, in a router of class Own"
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# What is switched on, the reason that it counts as, and words of why.
+SWITCHED = [
+    ({"quant_recipe": "recipe"}, "SCOPE_UNSUPPORTED", "quantization by recipe"),
+    (FULL, "RECOMPUTING", "R14"),
+]
 
 
 @pytest.mark.usefixtures("experts")
@@ -86,9 +95,6 @@ def test_what_a_config_asks_for_is_refused_by_name(
     assert rig.refused(trainer.chunk, trainer.model) == f"{name} ({option}={value!r}) is not supported yet"
 
 
-Change = Callable[[Any], None]
-
-
 def own(owner: Any, **methods: Any) -> None:
     """Makes what a model has one of a host's class."""
     owner.__class__ = type("Own", (type(owner),), methods)
@@ -104,10 +110,6 @@ def own_router(chunk: Any) -> None:
 
 def shared(chunk: Any) -> None:
     chunk.config.context_parallel_size = 2
-
-
-OF_TWO, OWN = f"{IN_SHARE} (context_parallel_size=2)", f"{OF_EXPERTS} in a layer of class Own"
-BEHIND = "behind a forward of its own, in a router of class Own"
 
 
 def predict(*_args: Any, **_given: Any) -> None:
@@ -171,14 +173,6 @@ def test_what_is_changed_of_a_model_is_refused_by_name(kind: str, said: str, cha
         assert refusal_of(trainer.chunk, trainer.model) is None
         change(trainer.chunk)
     assert rig.refused(trainer.chunk, trainer.model) == f"{said} is not supported yet"
-
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-# What is switched on, the reason that it counts as, and words of why.
-SWITCHED = [
-    ({"quant_recipe": "recipe"}, "SCOPE_UNSUPPORTED", "quantization by recipe"),
-    (FULL, "RECOMPUTING", "R14"),
-]
 
 
 @pytest.mark.usefixtures("recompute_on_cpu")

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions have Megatron's meaning: graphed, as the eager reference, and in models that are not ours.
-
 Megatron makes a table of `max_seqlen` rows. One as long as the pack maps row to row, so that positions go on
 from document to document: packs of several documents run as they were given then. In all others positions
-begin anew in each document.
-"""
+begin anew in each document."""
 
 import dataclasses
 import functools
@@ -36,6 +34,8 @@ COUNT = 7 if rig.ON_GPU else 3  # of steps that have each of these shapes
 HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
 # Megatron's interleaved RoPE takes no empty documents.
 WITHOUT_EMPTY = [(10, 30, 20, 3, 1), (32, 2, 20, 2, 8), (12, 13, 13, 13, 13), (1, 29, 1, 32, 1)]
+steps_of = functools.partial(rope_rig.canonical_steps, count=COUNT)
+PICTURES = [rope_rig.Pictures(lengths=(9, 20)), rope_rig.Pictures(lengths=(3, 30, 8), seed=1, tail=5)]
 
 
 class Keys(rope_rig.Declared):
@@ -73,9 +73,6 @@ def change_table(model: Any) -> None:
             given.rotary_pos_emb.forward.cache_clear()
 
     model.register_forward_pre_hook(change)
-
-
-steps_of = functools.partial(rope_rig.canonical_steps, count=COUNT)
 
 
 class Case(NamedTuple):
@@ -238,9 +235,6 @@ def _handing(pair: rig.Pair, change: Callable[[Any], Any]) -> None:
     """From now on the layers of both are handed other frequencies."""
     for trainer in pair.both:
         rig.hands(trainer.chunk.decoder, lambda it: {**it, "rotary_pos_emb": change(it["rotary_pos_emb"])})
-
-
-PICTURES = [rope_rig.Pictures(lengths=(9, 20)), rope_rig.Pictures(lengths=(3, 30, 8), seed=1, tail=5)]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,11 @@ from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla
 NAN = float("nan")
 ENDS, TOKENS, HEADS, WIDTH = (0, 4, 10), 12, 2, 8  # two rows past the last offset
 SCALE = 1.2079
+RANKS, ROWS, END = 2, 8, 6  # of a rank, the last two behind the pack's end
+COLUMNS = 4
+PADDED = [0, 4, 12, 12, 16]
+ROWS_OF_MLA = [torch.randn(12, heads, width) for heads, width in ((2, 12), (2, 10), (1, 8))]
+ANGLES = torch.randn(16, 1, 1, 8), torch.randn(16, 1, 1, 8)
 
 
 def group(size: int, rank: int = 0) -> Any:
@@ -168,10 +173,6 @@ def test_a_foreign_rope_runs_and_its_tail_is_zero_there_and_back(whose: str, ran
     assert t.grad is not None and torch.equal(t.grad, 2 + megatrons.tail(t, -2.0))
 
 
-RANKS, ROWS, END = 2, 8, 6  # of a rank, the last two behind the pack's end
-COLUMNS = 4
-
-
 class Attention:
     """Stands in for the engine's, with the ranks that share its packs. Leaves rubbish behind a pack's end."""
 
@@ -211,9 +212,6 @@ def pack(*, is_canonical: bool = True, **changes: Any) -> Any:
 
 def rows(count: int = ROWS) -> list[Tensor]:
     return [torch.randn(count, COLUMNS, requires_grad=True) for _ in range(3)]
-
-
-PADDED = [0, 4, 12, 12, 16]
 
 
 @pytest.mark.parametrize(
@@ -294,10 +292,6 @@ def megatrons_of(seam: seams.Seam) -> Callable[..., Any]:
         raise Called
 
     return called
-
-
-ROWS_OF_MLA = [torch.randn(12, heads, width) for heads, width in ((2, 12), (2, 10), (1, 8))]
-ANGLES = torch.randn(16, 1, 1, 8), torch.randn(16, 1, 1, 8)
 
 
 def rotated(offsets: Tensor | None, *cp: int, **further: Any) -> list[Callable[[], Any]]:

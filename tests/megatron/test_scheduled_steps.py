@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of several ranks come to those that a schedule names: by ours, and by megatron-core's hybrid one.
-
 That deals out one document in a micro-batch, and other numbers of micro-batches on other ranks, in sub-steps
 with a barrier behind each; within one, some ranks share theirs. What surrounds it is the release's, too: its
-groups, the wrapper of its data loader, and the function that cuts a document to a rank's rows.
-"""
+groups, the wrapper of its data loader, and the function that cuts a document to a rank's rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

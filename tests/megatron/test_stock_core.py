@@ -35,6 +35,11 @@ PACKS = (
     Micro(lengths=(2, 2, 2, 40, 11), seed=2),
     Micro(lengths=(13, 21), padded=(16, 32), seed=3, tail=5),
 )
+CASES = [
+    *((micro, None, {"WARMING_UP": LAYERS}) for micro in PACKS),
+    (PACKS[0], 1, {"WARMING_UP": LAYERS}),
+    (Micro(lengths=(30, 29, 20)), None, {"TOO_MANY_TOKENS": 2 * LAYERS}),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -78,13 +83,6 @@ def _close(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert not ours.isnan().any(), what
     error = (ours.double() - theirs.double()).abs().max()
     assert error <= BOUND * theirs.double().abs().max(), f"{what} is off by {error:.2e}"
-
-
-CASES = [
-    *((micro, None, {"WARMING_UP": LAYERS}) for micro in PACKS),
-    (PACKS[0], 1, {"WARMING_UP": LAYERS}),
-    (Micro(lengths=(30, 29, 20)), None, {"TOO_MANY_TOKENS": 2 * LAYERS}),
-]
 
 
 @pytest.mark.parametrize(("micro", "query_groups", "eager"), CASES)

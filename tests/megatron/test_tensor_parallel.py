@@ -50,6 +50,13 @@ TRAININGS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     "MLA": (mla, (), SHARES),
     "MLA, fused RoPE": (fused_mla, (), {"apply_rope_fusion": True}),
 }
+AFTERWARDS = CALLS - STEP_CALLS
+# By reason: what is done to a rank before one of its steps.
+NOTICED = {
+    **{"DISABLED": "skip", "SUSPENDED": "suspend", "STATE_CHANGED": "state", "NUMERICS_CHANGED": "precision"},
+    **{"SIGNATURE_CHANGED": "mode", "RECOMPUTING": "hooks"},
+}
+NOTE = "of nobody's"
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -85,14 +92,6 @@ def test_rows_that_were_padded_for_one_capacity_are_no_example_of_another(world2
 def disagreeing(world: World, how: dict[int, str], **given: Any) -> list[dict[str, Any]]:
     """The reports of a training in which rank 0 alone does something before some steps."""
     return world.run(parallel_jobs.disagree, tensor_parallel=2, how=how, config=TENSOR_PARALLEL, **given)
-
-
-AFTERWARDS = CALLS - STEP_CALLS
-# By reason: what is done to a rank before one of its steps.
-NOTICED = {
-    **{"DISABLED": "skip", "SUSPENDED": "suspend", "STATE_CHANGED": "state", "NUMERICS_CHANGED": "precision"},
-    **{"SIGNATURE_CHANGED": "mode", "RECOMPUTING": "hooks"},
-}
 
 
 @pytest.mark.parametrize(
@@ -151,9 +150,6 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
     reports = disagreeing(world2, {2: "gradients"}, num_steps=4, evaluate_at=(1, 2, 3))
     for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
         rig.ran(report, graphs=(2 + 1) * LAYERS, WARMING_UP=2 * STEP_CALLS, **{reason: STEP_CALLS})
-
-
-NOTE = "of nobody's"
 
 
 def trained(*, met: bool) -> tuple[Trainer, Any, Sequence[rig.Micro]]:

@@ -24,6 +24,10 @@ from megagraph._C import Constants
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.both
+NEEDS_EXTRACTION = pytest.mark.skipif(
+    "extract_layer_indices" not in inspect.signature(TransformerBlock.forward).parameters,
+    reason="this release of megatron-core has no extract_layer_indices",
+)
 
 
 def trained(install: rig.Install, **changes: Any) -> Trainer:
@@ -177,12 +181,6 @@ def test_what_a_host_puts_on_packs_once_there_are_graphs_has_these_captured_anew
     # The pack that it shows on, and the step behind it.
     eager = {"WARMING_UP": 2, "SIGNATURE_CHANGED": 2 * 2, "CAPTURE_FAILED": 1}
     rig.ran(report, 2 * 2 + 1, failures=1, **eager)
-
-
-NEEDS_EXTRACTION = pytest.mark.skipif(
-    "extract_layer_indices" not in inspect.signature(TransformerBlock.forward).parameters,
-    reason="this release of megatron-core has no extract_layer_indices",
-)
 
 
 @NEEDS_EXTRACTION

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that stand for the ranks of a job: started once, they run one function after another.
-
-Over gloo on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Each file of tests has
-processes of its own, as many for each number of ranks, and each function has groups of its own. Processes are
-forks of a server that has imported what takes seconds, and has not asked for CUDA, which survives no fork.
-Nothing is compiled in them: what Megatron fuses has the bits of its parts. Ranks that wait for one another
-for ever are a failure that says where. How processes end is the failure of a test of its own, the last one of
-each file.
-"""
+"""Processes that stand for the ranks of a job: started once, they run one function after another. Over gloo
+on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Each file of tests has processes of
+its own, as many for each number of ranks, and each function has groups of its own. Processes are forks of a
+server that has imported what takes seconds, and has not asked for CUDA, which survives no fork. Nothing is
+compiled in them: what Megatron fuses has the bits of its parts. Ranks that wait for one another for ever are
+a failure that says where. How processes end is the failure of a test of its own, the last one of each
+file."""
 
 import contextlib
 import faulthandler
