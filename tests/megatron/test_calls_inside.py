@@ -122,15 +122,13 @@ def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(before: str, in
     assert (after["eager"], after["replays"]) == (counted["eager"], counted["replays"])
 
 
-def test_a_frozen_model_inside_anothers_step_never_replays_moved_weights(install: Install) -> None:
+def test_a_frozen_model_inside_anothers_step_never_replays_moved_weights(trainer: Trainer) -> None:
     """Its addresses are looked at there too, although only its own steps capture."""
 
     def infer(called: Any) -> Tensor:
         with torch.no_grad():
             return forward(called, OTHER, torch.device("cpu"))[0]
 
-    install()
-    trainer = Trainer(OPTIONS)
     frozen, called = frozen_model(seed=3)
     for _ in range(2):
         step(trainer, [MICRO])

@@ -149,7 +149,8 @@ def ask_for_plan(trainer: Any, hold: Callable[[], Any], **further: Any) -> None:
 
 
 def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: Any) -> None:
-    """A pack is of another micro-batch, of other rows, or gone; or a mask stands for it."""
+    """A pack is of another micro-batch, of other rows, or gone; or a mask stands for it. One that no schedule
+    ends runs as given."""
     make, kept = partial(rig.ONE.params, trainer.device), list[Any]()
     with pytest.raises(ValueError, match="expected packed_seq_params"):
         ask_for_plan(trainer, lambda: kept.append(make()))
@@ -161,12 +162,8 @@ def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: An
     ):
         with pytest.raises(InterruptedError):
             ask_for_plan(trainer, hold, attention_mask=mask)
-    assert rig.report_of(trainer)["eager"] == {"NO_PACK_METADATA": 4 * CALLS}
-
-
-def test_a_plan_that_no_schedule_ends_runs_as_given(trainer: Any) -> None:
     trainer.chunk.build_schedule_plan(**rig.ONE.given(trainer.device))
-    assert rig.report_of(trainer)["eager"] == {"EXPERT_OVERLAP": CALLS}
+    assert rig.report_of(trainer)["eager"] == {"NO_PACK_METADATA": 4 * CALLS, "EXPERT_OVERLAP": CALLS}
 
 
 def test_another_model_runs_on_a_canonical_pack_inside_of_the_step(trainer: Any) -> None:

@@ -90,6 +90,9 @@ def run_mixture(mixture: Any, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def test_agrees_with_sequential_experts(case: str) -> None:
     ours, theirs = both(**AGREEING[case])
     assert is_grouped(ours) and not is_grouped(theirs)
+    stacked = _stacked(theirs.experts)
+    for name, param in ours.experts.named_parameters():  # of one seed
+        assert torch.equal(param, stacked[name]) and param.allreduce is True
     (one, one_grads), (other, other_grads) = (run_mixture(it, _rows(40)) for it in (ours, theirs))
     torch.testing.assert_close(one, other, **BOUND)
     assert one_grads.keys() == other_grads.keys()
@@ -130,14 +133,6 @@ def _stacked(module: Any) -> dict[str, Tensor]:
         f"{name}.weight": torch.stack([getattr(it, name).weight.detach() for it in module.local_experts])
         for name in ("linear_fc1", "linear_fc2")
     }
-
-
-def test_a_seed_gives_the_weights_of_sequential_experts() -> None:
-    ours, theirs = both(**SWIGLU)
-    stacked = _stacked(theirs.experts)
-    for name, param in ours.experts.named_parameters():
-        assert torch.equal(param, stacked[name])
-        assert param.allreduce is True
 
 
 @pytest.mark.parametrize("kind", ["sequential", "Transformer Engine's", "legacy", "our own"])

@@ -144,10 +144,8 @@ def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentenc
         assert report["graphs"] == 2 * LAYERS
 
 
-def test_calls_before_the_first_schedule_replay_although_a_ddp_is_around(install: Install) -> None:
+def test_calls_before_the_first_schedule_replay_although_a_ddp_is_around(trainer: Trainer) -> None:
     """As GRPO's. Bug: nobody had shown the plugin the DDP, whose hooks were somebody's (FOREIGN_HOOK)."""
-    install()
-    trainer = Trainer(OPTIONS)
     for _ in range(4):
         with torch.no_grad():
             forward(trainer.chunk, PACKS[0], trainer.device)

@@ -107,8 +107,7 @@ def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
     assert torch.equal(told, untold) == (not seams.packs_say_documents())
 
 
-def test_a_padding_mask_and_other_tables_reach_no_mamba_layer(install: Install) -> None:
-    install()
+def test_a_padding_mask_and_other_tables_reach_no_mamba_layer() -> None:
     masked = [Documented(lengths=(9, 20), mask_seed=seed, seed=seed) for seed in range(2)]
     pair = Pair(mamba)
     pair.step(*masked, times=4)

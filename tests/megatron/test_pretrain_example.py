@@ -110,6 +110,7 @@ def test_a_batch_is_the_pack_of_its_sample(packs: list[Any]) -> None:
 
 
 def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(packs: list[Any]) -> None:
+    """For which there is room, or it is refused."""
     for sample in map(pack_sample, packs):
         rows, given = sample["tokens"].numel(), sample["cu_seqlens"]
         padded = canonical_sample(sample, TOKENS, 12)
@@ -127,9 +128,6 @@ def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(packs: list[
             assert padded[name].shape == (TOKENS,)
             assert padded[name].dtype == sample[name].dtype
             assert torch.equal(padded[name][:rows], sample[name])
-
-
-def test_a_pack_without_room_for_its_padding_is_refused(packs: list[Any]) -> None:
     short = next(pack for pack in packs if pack.num_tokens < TOKENS)
     with pytest.raises(ValueError, match=f"fewer than {short.num_seqs} documents"):
         canonical_sample(pack_sample(short), TOKENS, short.num_seqs)

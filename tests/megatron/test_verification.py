@@ -150,11 +150,9 @@ def test_rows_of_padding_between_documents_may_hold_anything(pair: rig.Pair) -> 
 
 
 def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
-    install: rig.Install, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = noting(monkeypatch, Verifier, "keep", lambda _verifier, batch, _hidden: batch.reason)
-    install()
-    trainer = Trainer(rig.OPTIONS)
     rig.step(trainer, [rig.ONE, rig.TWO])
     rig.step(trainer, [rig.ONE, rig.TWO], update=False)
     waiting, _loss = rig.forward(trainer.chunk, rig.ONE, trainer.device)  # holds the slot
