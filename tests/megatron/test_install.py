@@ -21,7 +21,7 @@ from moe_rig import ExpertTrainer
 from run_scripts import run_python
 from same_bits import assert_same_bits
 from test_docs import FENCE, ROOT, named, read
-from test_prediction import prediction
+from test_hybrid_model import prediction
 
 import megagraph
 from megagraph import _C

@@ -14,7 +14,7 @@ from moe_rig import ATTENTION, BIASED, PERMUTATION, ROUTERS, WAYS, ExpertTrainer
 from moe_rig import GROUPED_EXPERTS as GROUPED
 from moe_rig import PADDED_EXPERTS as PADDED
 from rope_rig import MROPE, Pictures
-from test_prediction import HAS_DETACHED, hybrid_prediction, prediction
+from test_hybrid_model import HAS_DETACHED, hybrid_prediction, prediction
 
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams

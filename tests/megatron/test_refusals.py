@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
-from test_prediction import prediction
+from test_hybrid_model import prediction
 from torch import Tensor, nn
 
 import megagraph
