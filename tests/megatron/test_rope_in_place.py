@@ -19,7 +19,6 @@ from megagraph.megatron.patch.inside_layers import (
     wrap_mla_rope,
     wrap_rope,
 )
-from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla
 
 NAN = float("nan")
 ENDS, TOKENS, HEADS, WIDTH = (0, 4, 10), 12, 2, 8  # two rows past the last offset
@@ -124,25 +123,6 @@ def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
     assert len(megatrons.calls) == 1
     rope(t, cu_seqlens, freqs)  # which says that it wants a group
     assert len(megatrons.calls) == 2
-
-
-@pytest.mark.parametrize(
-    ("asked", "layout"),
-    [
-        ({}, "neox"),
-        ({"rotary_interleaved": True}, "interleaved"),
-        ({"mla_rotary_interleaved": False}, "neox"),
-        ({"mla_rotary_interleaved": True}, "mla_interleaved"),
-        ({"multi_latent_attention": True, "rotary_interleaved": True}, "mla_interleaved"),
-    ],
-    ids=str,
-)
-def test_a_call_says_how_pairs_are_interleaved(asked: dict[str, bool], layout: RopeLayout) -> None:
-    megatrons = Megatrons()
-    t, freqs, cu_seqlens = operands()
-    out = wrap_rope(megatrons.packed)(t, cu_seqlens, freqs, mscale=SCALE, cp_group=group(1), **asked)
-    assert torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=layout, mscale=SCALE))
-    assert megatrons.calls == [] and not out[ENDS[-1] :].any()
 
 
 def wrap_fused_rope(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,24 +274,15 @@ def megatrons_of(seam: seams.Seam) -> Callable[..., Any]:
     return called
 
 
-def rotated(offsets: Tensor | None, *cp: int, **further: Any) -> list[Callable[[], Any]]:
+def rotated(offsets: Tensor | None, **further: Any) -> list[Callable[[], Any]]:
     """The rotation of queries, and that of keys and values."""
     query, kv, k_pe = (rows.clone() for rows in ROWS_OF_MLA)
     of_both = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
     of_query, of_keys = (wrap_mla_rope(seam, megatrons_of(seam)) for seam in of_both)
     return [
-        lambda: [of_query(query, *ANGLES, 4, 8, offsets, *cp, **further)],
-        lambda: of_keys(kv, k_pe, *ANGLES, 8, 4, 6, offsets, *cp, **further),
+        lambda: [of_query(query, *ANGLES, 4, 8, offsets, **further)],
+        lambda: of_keys(kv, k_pe, *ANGLES, 8, 4, 6, offsets, **further),
     ]
-
-
-@pytest.mark.parametrize("cp", [(0, 1), (1, 2)])
-def test_canonical_packs_are_rotated_by_document(cp: tuple[int, int]) -> None:
-    offsets, (cos, sin) = canonical(0, 4, 4, 8), (table.flatten(1) for table in ANGLES)
-    ranks = {"cp_rank": cp[0], "cp_size": cp[1]}
-    wanted = rope_mla(ROWS_OF_MLA[0].clone(), *ROWS_OF_MLA[1:], (cos, sin, offsets), v_dim=6, **ranks)
-    found = [each for rotate in rotated(offsets, *cp) for each in rotate()]
-    assert all(map(torch.equal, found, wanted)) and len(found) == 3
 
 
 @pytest.mark.parametrize(
