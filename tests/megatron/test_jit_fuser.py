@@ -4,11 +4,13 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
-from megatron_rig import LAYERS, OPTIONS, Micro, compare_runs, graph_config, ran, step
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, compare_runs, grads, graph_config, ran, step
+from same_bits import assert_same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megagraph
@@ -45,6 +47,36 @@ def test_fused_functions_inside_graphs_have_the_bits_of_eager() -> None:
     ]
     graphed = compare_runs(steps, plugin={"capacities": bank}, config={**FUSED, "hidden_dropout": 0.2})
     ran(graphed.report, 5 * LAYERS, WARMING_UP=LAYERS, TOO_MANY_TOKENS=2 * LAYERS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_runs_as_its_compiler_has_it(pair: Pair) -> None:
+    """Bug: dynamo traced the plugin, and training ended in its errors."""
+    pair.step(micro := Micro(lengths=(9, 20)), times=3)
+    before = pair.report()
+
+    def train(trainer: Any) -> Any:
+        trainer.zero_grad()
+        compiled = torch.compile(trainer.chunk, backend="eager")
+        loss = compiled(**micro.given(trainer.device)).sum()
+        loss.backward()
+        return loss.detach(), grads(trainer.chunk)
+
+    eager = train(pair.eager)
+    assert_same_bits(eager, train(pair.graphed))
+    assert pair.report()["calls"] == before["calls"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_beside_a_compiled_module_replay() -> None:
+    """Bug: a cycle of dynamo's kept an output of the verification, and with it the only slot."""
+
+    def prepare(chunk: Any) -> None:
+        for layer in chunk.decoder.layers:
+            layer.mlp = torch.compile(layer.mlp, backend="eager")
+
+    steps = [[Micro(lengths=(9, 20), seed=seed)] for seed in range(4)]
+    ran(compare_runs(steps, prepare=prepare).report, 3 * LAYERS, WARMING_UP=LAYERS)
 
 
 def test_a_model_that_goes_while_something_is_compiled_disturbs_nothing() -> None:

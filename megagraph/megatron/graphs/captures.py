@@ -13,6 +13,7 @@ once more. Where no layer fails by itself they stay apart.
 """
 
 import contextlib
+import gc
 import itertools
 import sys
 import weakref
@@ -230,6 +231,8 @@ class Captures:
     def _find_failing(self, keys: Sequence[VariantKey]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():
             failing = self.verifier.failing(self.bank, keys)
+        while self.bank.holders() and gc.collect():  # what ran beside the graphs left cycles, as dynamo does
+            pass
         self._keep_out(failing)
         return failing
 

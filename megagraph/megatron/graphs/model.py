@@ -367,8 +367,9 @@ class GraphedModel:
             if self.verifier.pending and not self.captures.is_still_right():
                 return
             dispatcher, bank = self.dispatcher, self.captures.bank
-            # Somebody's hooks of saved tensors, or modes, would be part of the capture.
+            # Somebody's hooks of saved tensors, or modes, would be part of the capture, or look into it.
             is_alone = bank.reason_before_step(training=True, look_at_grads=False) is None
+            is_alone = is_alone and not torch.is_anomaly_enabled()
             has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
             can_capture = is_alone and has_freqs and self._row is not None and bool(dispatcher.by_cp_size)
             if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):

@@ -16,6 +16,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from megagraph._C import as_pack, by_name, has_forwards, without_ranks
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
@@ -38,6 +40,8 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
     infers = inference_flag()
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # a compiled model is its compiler's, in its counts as in its calls
+            return original(model, *args, **kwargs)
         graphs, get = known_graphs(key_of(model)), kwargs.get
         is_inference = infers() or get("inference_context") is not None or get("inference_params") is not None
         if graphs is None:  # a stage of a pipeline may have no layers
@@ -72,6 +76,8 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
     infers = inference_flag()
 
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return original(model, *args, **kwargs)
         graphs = known_graphs(key_of(model))
         if args:
             # A call is one of a known model.
@@ -153,7 +159,7 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
     graphs_of_block = plugin.graphs_of_block
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = graphs_of_block(key_of(block))
+        graphs = None if is_dynamo_compiling() else graphs_of_block(key_of(block))
         if graphs is None or graphs.running is None:
             return original(block, *args, **kwargs)
         batch, doors = graphs.running, graphs.entries.block
@@ -185,7 +191,7 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
     graphs_of_block, further_names = plugin.graphs_of_block, names_of(original)[3:]
 
     def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = graphs_of_block(key_of(block))
+        graphs = None if is_dynamo_compiling() else graphs_of_block(key_of(block))
         if graphs is None or graphs.running is None or graphs.entries.block.is_own is False:
             return original(block, hidden_states, attention_mask, *args, **kwargs)
         entries, batch, get = graphs.entries, graphs.running, kwargs.get
@@ -288,7 +294,7 @@ def wrap_prediction(plugin: Plugin, original: _Function) -> _Function:
     graphs_of_block = plugin.graphs_of_block
 
     def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = graphs_of_block(key_of(block))
+        graphs = None if is_dynamo_compiling() else graphs_of_block(key_of(block))
         batch = None if graphs is None else graphs.running
         if isinstance(batch, MicroBatch):
             args, kwargs = by_name(names, args, kwargs)
