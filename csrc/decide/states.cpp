@@ -52,11 +52,12 @@ bool States::agree(const std::vector<int64_t>& largest) {
   for (int64_t& place : ranks) --place;
   const auto known = std::find_if(groups_.begin(), groups_.end(),
                                   [&](const Group& each) { return each.ranks == ranks; });
-  is_new_ = known == groups_.end();
-  if (is_new_) {
+  if (known == groups_.end()) {
     current_ = add(std::move(ranks));
+    is_new_ = true;
   } else {
     current_ = known->number;
+    is_new_ = of_calls_alone_.erase(current_) != 0;
     use(std::distance(groups_.begin(), known));
   }
   calls_ = 0;
@@ -75,6 +76,7 @@ std::set<int64_t> States::forget_oldest(std::set<int64_t> keep) {
     if (surplus > 0 && keep.count(group.number) == 0) {
       gone.insert(group.number);
       times_dropped_.erase(group.number);
+      of_calls_alone_.erase(group.number);
       --surplus;
       continue;
     }
@@ -117,7 +119,7 @@ int64_t States::find(uint64_t fingerprint, uint64_t settings) {
   const Own state{fingerprint, settings};
   if (own_.count(state) == 0) {
     if (size_ > 1) return kNobody;  // nobody knows what the others call it
-    return add({number_of_own(state)});
+    return *of_calls_alone_.insert(add({number_of_own(state)})).first;
   }
   const int64_t own = own_.at(state);
   for (size_t index = groups_.size(); index-- > 0;) {

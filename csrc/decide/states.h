@@ -94,6 +94,7 @@ class States {
   uint32_t calls_ = 0;                                // a checksum of the states of a step's calls
   int64_t current_ = 0;
   bool is_new_ = false;
+  std::set<int64_t> of_calls_alone_;      // states that no boundary has met yet
   std::map<int64_t, int> times_dropped_;  // of each state: its graphs, for those of another one
   int64_t waiting_ = 0;                   // the state that was asked for last
   int waited_ = 0;                        // times in a row

@@ -98,7 +98,7 @@ void Dispatcher::stage_freqs() {
 
 // The state first: it has the layers, and of others that are gone nothing can be asked.
 bool Dispatcher::is_unchanged() {
-  return options_.ranks == 1 &&
+  return options_.ranks == 1 && !states_.has_many() &&
          states_.is_met(watch_->state(true),
                         NumericSettings::current(bank_->device().type()).hash()) &&
          watch_->is_as_expected() && !bank_->have_borrowed_moved() && !has_new_names_;

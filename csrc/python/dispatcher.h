@@ -101,7 +101,7 @@ class Dispatcher {
   // Nothing replays as long as it is.
   void set_suspended(bool is_suspended) { is_suspended_ = is_suspended; }
   // Whether the layers' state and all that graphs rely on are as at the last boundary: nothing has
-  // to be dropped or told. False where other ranks have to be asked.
+  // to be dropped or told. False where other ranks have to be asked, or states are to be forgotten.
   bool is_unchanged();
   // The class of the last pack that a capacity may hold; None before.
   const pybind11::object& params_type() const { return params_type_; }

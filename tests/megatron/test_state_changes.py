@@ -178,6 +178,24 @@ def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(caplog:
     assert "layer 1.mlp: number" in said[0]
 
 
+def test_a_value_that_is_new_inside_of_every_step_is_not_captured_for_ever(caplog: Any) -> None:
+    """Bug: each step captured for a state that no later call was in, without a word; none was forgotten."""
+    pair, now = rig.Pair(plugin={"cuda_graph_max_states": 3}, **PROBED), [0.0]
+    for trainer in pair.both:
+        changes = partial(setattr, probe(trainer), "number")
+        trainer.chunk.embedding.register_forward_pre_hook(lambda *_, set=changes: set(now[0]))
+    seconds = []
+    for index in range(70):
+        now[0] = 1.0 + index
+        pair.step(rig.ONE)
+        seconds.append(pair.report()["capture_seconds"])
+    assert len(set(seconds)) <= 5 and len(set(seconds[8:])) == 1
+    said = [text for text in caplog.messages if "before each of the last 3 steps" in text]
+    assert len(said) == 2  # one of each model
+    for graphs in rig.the_plugin().all_graphs():
+        assert len(graphs.dispatcher.due.due) < 70
+
+
 def test_an_evaluation_does_not_capture_training_in_its_own_state(pair: rig.Pair) -> None:
     """Bug: layers stayed eager whose backward pass does not run in evaluation mode, as some attention's."""
 

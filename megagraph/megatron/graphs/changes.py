@@ -177,7 +177,9 @@ class Changes:
         are_alone = self._peers.size == 1 or not watch.have_other_grads
         has_gradients = has_gradients and self.gradients_reason is None and are_alone
         due: set[VariantKey] = set()
-        if can_capture and self._due.due and self._ask_for_place():
+        # What is due in a state that is another one each time is for nobody.
+        settles = self._new_in_a_row <= self._most
+        if can_capture and settles and self._due.due and self._ask_for_place():
             kinds = self._due.due_in(self._states.current, torch.is_grad_enabled())
             due = {kind for kind in kinds if (has_gradients if kind.grad else has_memory)}
         if due and not self._captures.is_idle():
@@ -248,11 +250,11 @@ class Changes:
         self._new_in_a_row = self._new_in_a_row + 1 if states.is_new else 0
         if states.is_new:
             self._name_what_changed()
-            if states.has_many():  # those with graphs stay, and are found again
-                gone = states.forget_oldest(self._due.states_with_graphs())
-                self._due.forget_states(gone)
-                for number in gone:
-                    self._made_new.pop(number, None)
+        if states.has_many():  # those with graphs stay, and are found again
+            gone = states.forget_oldest(self._due.states_with_graphs())
+            self._due.forget_states(gone)
+            for number in gone:
+                self._made_new.pop(number, None)
 
     def _what_changed(self) -> str:
         watch = self._captures.watch
