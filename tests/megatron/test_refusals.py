@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -198,11 +199,29 @@ def test_what_is_switched_on_between_steps_is_refused_at_once_and_as_long_as_it_
     for value, expected in (
         (options, {reason: 2 * calls}),  # from the beginning
         (off, {"WARMING_UP": calls}),
-        (options, {reason: 2 * calls}),
-        (off, {}),
+        *2 * (
+            (options, {reason: 2 * calls}),  # in a state that is new, and in one that is known
+            (off, {}),
+        ),
     ):
         assert costs(value) == expected
         assert [said in failure for failure in report["failures"]] == [True] * (value is options)
+
+
+def test_what_is_switched_on_inside_of_a_step_is_refused_before_the_next_one(install: rig.Install) -> None:
+    """Bug: a call had met the state, so that it was no new one at the step boundary, and nothing asked."""
+    install()
+    trainer = rig.ModelTrainer()
+
+    def switch_on(pack: Any) -> Any:
+        trainer.chunk.config.quant_recipe = "recipe"
+        return pack
+
+    rig.step(trainer, [rig.ONE, rig.TWO], times=3)
+    rig.step(trainer, [rig.ONE, replace(rig.TWO, pack=switch_on)])
+    before = rig.report_of(trainer)
+    rig.step(trainer, [rig.ONE, rig.TWO])
+    assert rig.eager_since(rig.report_of(trainer), before) == {"SCOPE_UNSUPPORTED": 2 * rig.LAYERS}
 
 
 @pytest.mark.parametrize("kind", [FullyShardedDataParallel, TorchFullyShardedDataParallel])

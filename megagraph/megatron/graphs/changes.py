@@ -59,6 +59,7 @@ class Changes:
         # -- states --
         self._items: dict[str, tuple[int, str]] = {}  # of the last state that was new
         self._made_new: dict[int, str] = {}  # what made each state another one than that before
+        self.accepted: set[int] = set()  # those in which nothing has to be refused
         self._new_in_a_row = 0
         self._has_warned = False
         self._unguarded: list[str] = []
@@ -75,12 +76,12 @@ class Changes:
     def look(self, *, runs_eager: bool, captures: bool) -> bool:
         """Before a step, which `runs_eager` or `captures` what is due: drops what must not be replayed.
 
-        Returns whether the ranks have not met the state of now before.
+        Returns whether it is not known of the state of now that nothing has to be refused in it.
         """
         if self.has_raised:
             self._clean_up()
         of_model = self._captures
-        plan, is_new = of_model.plan, False
+        plan = of_model.plan
         # As in nearly every step and bare call. Only where Megatron calls them may layers stay joined.
         if (
             not runs_eager
@@ -94,9 +95,8 @@ class Changes:
             self.reason = self.gradients_reason = None
         else:
             self._look_closer(runs_eager=runs_eager, captures=captures)
-            is_new = self._states.is_new
         self._dispatcher.keep_eager(self.reason, self.gradients_reason)
-        return is_new
+        return self._states.current not in self.accepted
 
     def _look_closer(self, *, runs_eager: bool, captures: bool) -> None:
         """Learns what keeps other ranks' steps eager as well, and drops the same graphs as they."""
@@ -221,8 +221,9 @@ class Changes:
     # -- states ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Meets the first state, with all ranks of the group."""
+        """Meets a state in which nothing has to be refused, with all ranks of the group."""
         self._agree_on_state(self._peers.max_over_ranks(self._local_state()))
+        self.accepted.add(self._states.current)
 
     def _local_state(self, *, has_changed: bool = False, had_graphs: bool = False) -> Sequence[int]:
         """What this rank tells the others of its state, for `_agree_on_state()`."""
@@ -253,6 +254,7 @@ class Changes:
         if states.has_many():  # those with graphs stay, and are found again
             gone = states.forget_oldest(self._due.states_with_graphs())
             self._due.forget_states(gone)
+            self.accepted -= gone
             for number in gone:
                 self._made_new.pop(number, None)
 

@@ -103,7 +103,7 @@ class GraphedModel:
         self._last_counters: dict[str, int] = {}  # in the log
 
     def _begin(self) -> None:
-        """Meets the first state, if nothing keeps the model eager."""
+        """Meets the state of now, if nothing keeps the model eager."""
         if self.refusal is None:
             self.dispatcher.check()
             if self._config.mode == "graph":
@@ -115,7 +115,7 @@ class GraphedModel:
         return refusal_of(captures.model, captures.ddp(), captures.scopes, self._config, why_eager)
 
     def _look_for_refusal(self) -> None:
-        """Before a step, in a state that is new on some rank: what one has to refuse by now all do."""
+        """Before a step, in a state that is not accepted: what one rank has to refuse by now all do."""
         captures, own, before = self.captures, self._find_refusal(), self.refusal
         self._refuse(next(filter(None, (own, *self.peers.gather(own))), None))
         if (self.refusal is None) != (before is None):
@@ -123,6 +123,8 @@ class GraphedModel:
             if before is not None and before.of_doors is None:  # what they show was not looked at
                 self.entries.find_doors(captures.model)
             self._begin()
+        elif self.refusal is None:
+            self.changes.accepted.add(self.dispatcher.states.current)
         self._asked_in = captures.watch.whole_state()
 
     def _refuse(self, refusal: Refusal | None) -> None:
