@@ -151,7 +151,7 @@ class LayerWatch(_C.ModuleWatch):
         guarded = [
             (spec.within(name), module)
             for index, spec in enumerate(self._specs)
-            if index not in self.stay_eager
+            if index not in self.stay_eager and not spec.is_gone
             for name, module in spec.named_modules()
         ]
         parameters = (parameter for _name, module in guarded for parameter in module.parameters())

@@ -335,7 +335,7 @@ def test_a_block_that_a_host_takes_over_is_counted_and_replays_once_it_is_given_
     has_layers: bool,
 ) -> None:
     """Bugs: calls of a block whose layers a host had taken away were counted nowhere; and a model that was
-    refused for a forward stayed so without it."""
+    refused for a forward stayed so without it, kept its graphs, and was let go when memory moved."""
     pair = host_pair()
     pair.step(FULL, times=3)
     replays = pair.report()["replays"]
@@ -350,12 +350,35 @@ def test_a_block_that_a_host_takes_over_is_counted_and_replays_once_it_is_given_
     assert taken["replays"] == replays == 2 * LAYERS and taken["calls"] == 8 * LAYERS
     assert taken["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS
     assert ("some calls do not reach" if has_layers else "has no layers any more") in taken["failures"][0]
+    assert taken["graphs"] == 0
+    for block in blocks:
+        weight = block.own_layers[0].mlp.linear_fc1.weight
+        weight.data = weight.data.clone()
+    pair.step(FULL)
+    moved = pair.report()
+    assert moved["failures"] == taken["failures"]
+    assert rig.eager_since(moved, taken) == {"SCOPE_UNSUPPORTED": LAYERS}
     for block in blocks:
         del block.forward
         block.layers = nn.ModuleList(block.own_layers)
     pair.step(FULL, times=4)
     report = pair.report()
     assert report["replays"] >= replays + 2 * LAYERS and report["failures"] == []
+
+
+def test_a_block_replays_the_layers_that_it_is_given_back_and_needs_none_that_are_gone(pair: Pair) -> None:
+    pair.step(ONE, times=3)
+    before, taken = pair.report(), [nn.ModuleList() for _ in pair.both]
+    for has_layers, is_last in ((False, False), (True, False), (False, True)):
+        for index, block in enumerate(trainer.chunk.decoder for trainer in pair.both):
+            taken[index], block.layers = block.layers, taken[index]
+        if is_last:
+            taken.clear()
+        pair.step(ONE, times=2)
+        report = pair.report()
+        assert rig.eager_since(report, before) == ({} if has_layers else {"SCOPE_UNSUPPORTED": 2 * LAYERS})
+        assert len(report["failures"]) == (not has_layers) and bool(report["graphs"]) is has_layers
+        before = report
 
 
 @pytest.mark.parametrize("scopes", [(), ("attn",), ("mlp",)], ids=str)

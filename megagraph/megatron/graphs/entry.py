@@ -93,8 +93,14 @@ class Entries:
 
     def fail(self, sentence: str) -> None:
         """Keeps the model eager from the next step boundary on, and micro-batches as given until then."""
-        self._failure = sentence
+        self._failure = self._failure or sentence
         self.are_settled = False
+
+    @property
+    def failure(self) -> str:
+        """Why the model has to stay eager, as calls of these forwards have shown; empty for nothing."""
+        problems = (each.problem for each in (self.model, self.block) if each.is_own is False)
+        return next(filter(None, (self._failure, *problems)), "")
 
     def _tell(self, sentence: str) -> None:
         """Has something said before the next step, once."""
@@ -124,14 +130,9 @@ class Entries:
         )
         return EagerReason.SCOPE_UNSUPPORTED
 
-    def settle(self) -> str:
-        """Before a step: settles where the plugin acts, if it is known by now, and says so.
-
-        Returns why the model has to stay eager, or nothing.
-        """
-        doors = (self.model, self.block)
-        problems = [each.problem for each in doors if each.is_own is False]
-        failure = next(filter(None, (self._failure, *problems)), "")
+    def settle(self) -> None:
+        """Before a step: settles where the plugin acts, if it is known by now, and says so."""
+        doors, failure = (self.model, self.block), self.failure
         is_known = all(each.is_own is not None for each in doors)
         if is_known and not failure:
             self.are_megatrons = all(each.is_own for each in doors)
@@ -149,4 +150,3 @@ class Entries:
         for sentence in self._news:
             log.info(sentence)
         self._news.clear()
-        return failure

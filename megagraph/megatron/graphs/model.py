@@ -18,7 +18,7 @@ from megagraph.log import about, log, subject
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
-from megagraph.megatron.graphs.entry import Entries
+from megagraph.megatron.graphs.entry import Doors, Entries
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -42,6 +42,7 @@ _NEEDS_MEGATRONS = (
     "experts over several ranks that need equal rows, in a model with a forward that overrides Megatron's, "
     "are not supported yet"
 )
+_HAS_NO_LAYERS = "its block has no layers any more"
 # The row lists among a model's arguments, [1, T] each, beside its padding mask.
 _ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
 # What an output processor gets as the caller passed it; its hidden states are cut.
@@ -74,7 +75,7 @@ class GraphedModel:
         self.verifier = self.captures.verifier
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None  # why the whole model stays eager
-        self._asked_in: int | None = None  # the state in which that was last asked
+        self._asked_in: tuple[int, Doors] | None = None  # the state and the doors with which that was asked
         self._refuse(self._find_refusal())
         model_config: Any = model.config
         are_late = any(spec.finish is not None for spec in self.captures.specs)
@@ -111,6 +112,8 @@ class GraphedModel:
 
     def _find_refusal(self) -> Refusal | None:
         captures = self.captures
+        if failure := self.entries.failure:
+            return Refusal(sentence=failure)
         why_eager = captures.plan.why_eager
         return refusal_of(captures.model, captures.ddp(), captures.scopes, self._config, why_eager)
 
@@ -120,12 +123,12 @@ class GraphedModel:
         self._refuse(next(filter(None, (own, *self.peers.gather(own))), None))
         if (self.refusal is None) != (before is None):
             captures.reset()
-            if before is not None and before.of_doors is None:  # what they show was not looked at
+            if before is not None:  # what calls show was not looked at
                 self.entries.find_doors(captures.model)
             self._begin()
         elif self.refusal is None:
             self.changes.accepted.add(self.dispatcher.states.current)
-        self._asked_in = captures.watch.whole_state()
+        self._asked_in = captures.watch.whole_state(), self.entries.block
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report.
@@ -293,11 +296,12 @@ class GraphedModel:
         if not _C.has_forwards(model, entries.model.forward, entries.block.forward):
             entries.find_doors(model)
         if not len(model.decoder.layers):
-            entries.fail("its block has no layers any more")
+            entries.fail(_HAS_NO_LAYERS)
         elif self.refusal is not None:  # a host may have taken back what has kept the model eager
-            has_changed, doors = self.captures.what_changed() is not None, self.refusal.of_doors
-            watch = self.captures.watch
-            is_new = watch.whole_state() != self._asked_in if doors is None else doors is not entries.block
+            if self.refusal.sentence == _HAS_NO_LAYERS:
+                entries.find_doors(model)
+            has_changed = self.captures.what_changed() is not None
+            is_new = (self.captures.watch.whole_state(), entries.block) != self._asked_in
             if self.peers.max_over_ranks([int(has_changed or is_new)]) != [0]:
                 self._look_for_refusal()
         ddp = find_ddp(models, model) if self.captures.ddp() is None else None
@@ -313,13 +317,13 @@ class GraphedModel:
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
         entries = self.entries
-        failure = entries.settle()
+        if self.dispatcher.needs_equal_rows:
+            entries.fail(_NEEDS_MEGATRONS)
+        entries.settle()
         if entries.are_settled and not entries.are_megatrons:
             self.context.refuse("a forward that overrides Megatron's")
-        if self.dispatcher.needs_equal_rows:
-            failure = failure or _NEEDS_MEGATRONS
-        if failure and self.refusal is None:
-            self._refuse(Refusal(sentence=failure, of_doors=entries.block))
+        if entries.failure and self.refusal is None:
+            self._look_for_refusal()
 
     def _capture_inside(self) -> bool:
         """Inside a step, before a call that is due: captures what no step begins with. Whether it has tried.

@@ -16,7 +16,6 @@ from torch import nn
 from megagraph.config import GraphConfig, graph_modules
 from megagraph.log import log
 from megagraph.megatron import seams
-from megagraph.megatron.graphs.entry import Doors
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.context import unsupported_sharing
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
@@ -37,7 +36,6 @@ class Refusal:
     reason: EagerReason = EagerReason.SCOPE_UNSUPPORTED
     sentence: str
     unless_by_token: bool = False  # not if rotary frequencies have a row for each token
-    of_doors: Doors | None = None  # if it is a host's forward, with those of the block at the time
 
     def __str__(self) -> str:
         return f"stays eager ({self.reason.name}): {self.sentence}"
