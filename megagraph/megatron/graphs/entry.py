@@ -88,7 +88,7 @@ class Entries:
         self.model, self.block = Doors(model), Doors(block)
         self.are_megatrons = self.are_settled = bool(self.model.is_own and self.block.is_own)
         self._failure = ""
-        self._news: list[str] = []
+        self.news: list[str] = []  # what `settle()` says
         self._told: set[str] = set()
 
     def fail(self, sentence: str) -> None:
@@ -106,8 +106,7 @@ class Entries:
         """Has something said before the next step, once."""
         if sentence not in self._told:
             self._told.add(sentence)
-            self._news.append(sentence)
-            self.are_settled = False
+            self.news.append(sentence)
 
     def model_bypassed(self) -> EagerReason:
         """Takes note of a call of the model that ran as given. Returns how it counts."""
@@ -147,6 +146,6 @@ class Entries:
                 "for each token; if they have none: %s",
                 self.awaited,
             )
-        for sentence in self._news:
+        for sentence in self.news:
             log.info(sentence)
-        self._news.clear()
+        self.news.clear()

@@ -350,7 +350,7 @@ class GraphedModel:
         """
         token = subject.set(self.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            if not self.entries.are_settled:
+            if self.entries.news or not self.entries.are_settled:
                 self._settle_entries()
             if captures and self.context.is_dynamic:
                 self.context.follow()
