@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import types
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ import pytest
 import rope_rig
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
+from megatron.core.models.gpt import GPTModel
 from same_bits import assert_same_bits
 from streams import seeded
 from test_masks import mlps_that_read_masks
@@ -369,6 +371,50 @@ def test_what_one_rank_alone_has_to_refuse_between_steps_all_do_until_it_does_no
         assert rig.eager_since(after, before) == expected
         said, before = "".join(after["failures"]), after
         assert "quantization by recipe" in said if recipe else not said
+
+
+def _handing_on(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return GPTModel.forward(model, *args, **kwargs)
+
+
+def _of_few_names(
+    model: Any, input_ids: Any, position_ids: Any, attention_mask: Any, labels: Any, packed_seq_params: Any
+) -> Any:
+    model.tables = types.MethodType(OwnModel.tables, model)
+    return OwnModel.run(model, input_ids, position_ids, attention_mask, None, labels, packed_seq_params)
+
+
+@pytest.mark.parametrize(("forward", "is_served"), [(_handing_on, True), (_of_few_names, False)], ids=str)
+@on_ranks(2, tensor_parallel=2)
+def test_all_wait_for_a_forward_that_one_rank_alone_gets_between_steps(forward: Any, is_served: bool) -> None:
+    """Bug: it ran its packs as given, beside collectives of a capacity's rows, and was refused alone."""
+    trainer, _, micros = trained(met=False)
+    chunk, is_here = trainer.chunk, distributed.get_rank() == 0
+    expected, eager = rig.step(trainer, micros, update=False), []
+    for index in range(3):
+        before = rig.report_of(trainer)
+        if is_here and index == 0:
+            chunk.forward = types.MethodType(forward, chunk)
+        elif is_here and index == 2:
+            del chunk.forward
+        assert_same_bits(rig.step(trainer, micros, update=False), expected)
+        after = rig.report_of(trainer)
+        eager.append(sum(rig.eager_since(after, before).values()))
+        assert bool(after["failures"]) == (index == 1 and not is_served)
+    assert eager == [len(micros) * LAYERS, 0 if is_served else len(micros) * LAYERS, 0]
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_all_wait_for_a_forward_that_one_rank_has_when_they_first_meet() -> None:
+    trainer, (micros,) = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL), parallel_jobs.steps_of(1)
+    expected = rig.step(trainer, micros, update=False)
+    megagraph.install(rig.graph_config())
+    if distributed.get_rank() == 0:
+        trainer.chunk.forward = types.MethodType(_handing_on, trainer.chunk)
+    for _ in range(3):
+        assert_same_bits(rig.step(trainer, micros, update=False), expected)
+    calls = len(micros) * LAYERS
+    rig.ran(rig.report_of(trainer), calls=3 * calls, WARMING_UP=2 * calls)
 
 
 @on_ranks(2, tensor_parallel=2)

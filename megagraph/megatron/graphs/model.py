@@ -91,6 +91,7 @@ class GraphedModel:
         for ranks in (self.peers, self._learners):
             ranks.compare({**shared, "what keeps the model eager": str(self.refusal)})
         self._begin()
+        self._settle_entries()
         self._row: Tensor | None = None  # one of hidden states, on no device
         # Why one that no graph takes shows what its block is called with: for any reason, if others run kinds
         # that this rank has not met, until there is a row.
@@ -315,14 +316,22 @@ class GraphedModel:
             self._refuse(self._find_refusal())
 
     def _settle_entries(self) -> None:
-        """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
+        """Says what overrides Megatron's forwards, and refuses the model where that cannot be served.
+
+        What one rank cannot serve all refuse; and where one has to see a call first, all run as given.
+        """
         entries = self.entries
-        if self.dispatcher.needs_equal_rows:
+        if self.dispatcher.needs_equal_rows and not entries.are_megatrons:
             entries.fail(_NEEDS_MEGATRONS)
         entries.settle()
         if entries.are_settled and not entries.are_megatrons:
             self.context.refuse("a forward that overrides Megatron's")
-        if entries.failure and self.refusal is None:
+        if self.refusal is not None:
+            return
+        said = bool(entries.failure), not entries.are_settled
+        fails, waits = self.peers.max_over_ranks([*map(int, said)])
+        entries.are_settled = not waits
+        if fails:
             self._look_for_refusal()
 
     def _capture_inside(self) -> bool:
@@ -350,7 +359,8 @@ class GraphedModel:
         """
         token = subject.set(self.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            if self.entries.news or not self.entries.are_settled:
+            entries = self.entries
+            if entries.news or not entries.are_settled or self.peers.size > 1:
                 self._settle_entries()
             if captures and self.context.is_dynamic:
                 self.context.follow()
