@@ -184,8 +184,10 @@ def test_what_a_host_puts_on_packs_once_there_are_graphs_has_these_captured_anew
 
 
 @NEEDS_EXTRACTION
-def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
-    """Bug: `extract_layer_indices` ended in an AttributeError."""
+@pytest.mark.parametrize("at_block", [False, True])
+def test_layers_that_a_caller_wants_to_see_run_eager(at_block: bool, pair: rig.Pair) -> None:
+    """Bugs: `extract_layer_indices` ended in an AttributeError, and from a hook in a RuntimeError."""
+    asks: dict[str, Any] = {"extract_layer_indices": {0}}
     pair.step(rig.ONE, times=4)
     before = pair.report()
     seen: list[Tensor] = []
@@ -197,7 +199,9 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: rig.Pair) -> None:
     for trainer in pair.both:
         # Megatron's rows have a history even here: the model would keep itself in memory.
         with trainer.chunk.decoder.register_forward_hook(keep):
-            call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
+            if at_block:
+                rig.hands(trainer.chunk.decoder, lambda given: {**given, **asks})
+            call(trainer, **({} if at_block else {"extra_block_kwargs": asks}))
     assert len(seen) == 2 * 2 and all(map(torch.equal, seen[:2], seen[2:]))
     assert rig.eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
 

@@ -211,13 +211,18 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
             graphs.look_at_table(table, get("packed_seq_params"), entered)
             graphs.count_as_given(batch, entered)
             return original(block, hidden_states, attention_mask, *args, **kwargs)
-        variant = graphs.begin(batch, entered, table, mask)
+        shows_rows = bool(get("extract_layer_indices"))  # between the layers, beside the output
+        if shows_rows:
+            graphs.dispatcher.run_as_given(batch, entered, table)
+        variant = None if shows_rows else graphs.begin(batch, entered, table, mask)
         if variant is None:
             rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
             no_mask = given.pop("attention_mask")
             hidden_states, instead = (rows, {}) if is_first else (hidden_states, {"input_tensor": rows})
             with stand_in(block, **instead):
                 out = original(block, hidden_states, no_mask, *args, **given)
+            if shows_rows:
+                return out
             out = batch.cut(out)
             graphs.verifier.keep_gradient(batch, out)
             return out
