@@ -13,7 +13,7 @@ import torch
 from host_rig import FULL, HostTrainer, OwnBlock, OwnModel, frozen_model, host_pair, only
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, ONE, OTHER, TWO, Install, Micro, Pair, forward, hands, step
+from megatron_rig import LAYERS, ONE, OTHER, TWO, Install, Micro, Pair, evaluate, forward, hands, step
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -243,6 +243,36 @@ def test_calls_that_go_another_way_are_counted_and_the_others_replay(caplog: Any
         assert report["replays"] == before["replays"] + LAYERS
         assert rig.eager_since(report, before) == {"SCOPE_UNSUPPORTED": LAYERS}
     assert caplog.text.count("some calls of test_overridden_forwards.SometimesModel.forward") == 2
+
+
+class SometimesBlock(OwnBlock):
+    """Runs its layers itself in evaluations."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (TransformerBlock if self.training else OwnBlock).forward(self, *args, **kwargs)
+
+
+def _enlarge(chunk: nn.Module) -> None:
+    """So that positions show in the loss."""
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.mul_(20 if parameter.dim() == 2 else 1)
+
+
+@pytest.mark.parametrize("model", [GPTModel, OwnModel])
+def test_a_call_that_passes_a_door_of_its_block_runs_on_the_pack_that_was_given(
+    model: type, install: Install
+) -> None:
+    """Bug: on that of the capacity, through which Megatron's RoPE counts on: other losses."""
+    trainer = HostTrainer(model, SometimesBlock, prepare=_enlarge)
+    (expected,) = evaluate(trainer, [FULL])
+    install()
+    step(trainer, [ONE, FULL], times=3, update=False)
+    before = rig.report_of(trainer)
+    (found,) = evaluate(trainer, [FULL])
+    assert torch.equal(found, expected)
+    report = rig.report_of(trainer)
+    assert before["replays"] > 0 and rig.eager_since(report, before) == {"SCOPE_UNSUPPORTED": LAYERS}
 
 
 def _patched(model: Any) -> None:

@@ -54,8 +54,10 @@ class Doors:
         self.forward = weakly(function)  # gives what a call of the module runs, as long as that exists
         self.names = names_of(forward)  # of its arguments by position
         self.called = called_name(function)
+        self.is_plain = is_ours(module)  # a host's forward may run the layers of a block itself
+        self.handed: Any = None  # to such a one, in place of the pack with the capacity's constants
         # Whether the plugin acts in Megatron's forward, or around the call; None until that is known.
-        self.is_own = True if is_ours(module) else None
+        self.is_own = True if self.is_plain else None
         self.reached = 0  # calls that have come to where the plugin acts, or should have and are counted
         seams = (GPT_FORWARD, BLOCK_FORWARD, *(hybrid_seams() or ()))
         seam = next((seam for seam in seams if isinstance(module, seam.owner())), None)

@@ -167,8 +167,17 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
             doors.reached += 1
             args, kwargs = by_name(doors.names, args, kwargs)
             return _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
-        reached = doors.reached
-        out = original(block, *args, **kwargs)
+        reached, inside = doors.reached, kwargs
+        if isinstance(batch, MicroBatch) and not doors.is_plain:
+            args, kwargs = by_name(doors.names, args, kwargs)
+            get = kwargs.get
+            if get("packed_seq_params") is batch.constant_params():  # its forward may run layers itself
+                is_first = getattr(block, "pre_process", True)
+                entered = get("hidden_states") if is_first else block.input_tensor
+                is_own = batch.is_own(get("rotary_pos_emb"), entered)
+                doors.handed = batch.given_params(is_own_table=is_own)
+                inside = {**kwargs, "packed_seq_params": doors.handed}
+        out = original(block, *args, **inside)
         if doors.reached == reached:
             now = graphs.entries.block
             now.reached += 1
@@ -201,7 +210,8 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         entered = hidden_states if is_first else block.input_tensor
         table, mask = get("rotary_pos_emb"), get("padding_mask")
         if isinstance(batch, MicroBatch) and not entries.are_megatrons:
-            if get("packed_seq_params") is not batch.constant_params():
+            pack, expected = get("packed_seq_params"), (batch.constant_params(), entries.block.handed)
+            if pack is None or not any(pack is each for each in expected):
                 batch = EagerReason.SIGNATURE_CHANGED
             elif not _has_expected(graphs, batch, args, kwargs):
                 graphs.dispatcher.run_as_given(batch, entered, table)
