@@ -95,7 +95,8 @@ IGNORED_ATTRIBUTES = frozenset(
         *("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"),
         # What schedules ask of a configuration, and no layer does.
         *("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
-        *("grad_scale_func", "timers"),
+        *("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func", "timers"),
+        "experimental_attention_variant_loss_scale_func",
     }
 )
 

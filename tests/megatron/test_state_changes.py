@@ -246,6 +246,21 @@ def test_watch_says_what_it_expects() -> None:
         megagraph.watch(torch.nn.Identity(), key=5)
 
 
+OF_LOSSES = ("moe_grad_scale_func", "mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func")
+
+
+@pytest.mark.parametrize("name", OF_LOSSES)
+def test_a_scale_of_further_losses_that_is_a_new_function_in_each_step_keeps_nothing_eager(
+    name: str, pair: rig.Pair
+) -> None:
+    """Schedules alone ask for it."""
+    for _ in range(4):
+        for trainer in pair.both:
+            setattr(trainer.chunk.config, name, lambda *_given: torch.ones(1))
+        pair.step(rig.ONE)
+    pair.ran(WARMING_UP=rig.LAYERS)
+
+
 def test_what_is_left_out_by_name_is_reported(pair: rig.Pair) -> None:
     for trainer in pair.both:
         trainer.chunk.decoder.layers[0].current_microbatch = 0
