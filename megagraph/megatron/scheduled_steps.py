@@ -66,8 +66,8 @@ class ScheduledSteps:
 
     Raises:
         ValueError: if losses are not per token, or `limits` and `groups` differ. From `next()`, on every rank
-            alike: if documents cannot be scheduled, or differ in their tensors, ranks have other `limits`, or
-            some have no further step.
+            alike: if documents raise or cannot be scheduled, or differ in their tensors, ranks have other
+            `limits`, or some have no further step.
     """
 
     def __init__(
@@ -98,7 +98,11 @@ class ScheduledSteps:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        documents = next(self._documents, None)
+        try:
+            documents = next(self._documents, None)
+        except Exception as error:  # the others wait to hear of it
+            self._gather(_Contents(self._limits.as_dict(), error=f"{type(error).__name__}: {error}"))
+            raise
         every = self._gather(self._contents_of(documents))
         over = [rank for rank, contents in enumerate(every) if contents.is_over]
         if len(over) == len(every):

@@ -107,6 +107,10 @@ def test_every_rank_gets_its_share_of_every_pack(alignment: int) -> None:
     assert sizes == {1, 2, 4}
 
 
+def _cannot_read(documents: Any) -> Any:
+    raise OSError("no such file")
+
+
 @on_ranks(4)
 def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
     rank, groups = distributed.get_rank(), groups_of((1, 2))
@@ -128,6 +132,10 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
         with pytest.raises(ValueError, match=message):
             next(steps)
+    read = map(_cannot_read if rank == 2 else on_device, [one])  # bug: it raised alone, and the others waited
+    steps = ScheduledSteps(read, limits=limits, groups=groups, config=CONFIG, device=device())
+    with pytest.raises(ValueError, match=r"^rank 2: OSError: no such file$"):
+        next(steps)
     other = limits.replace(max_packed_seqs=4 + rank // 3)
     steps = ScheduledSteps([on_device(one)], limits=other, groups=groups, config=CONFIG, device=device())
     with pytest.raises(ValueError, match=r"^max_packed_seqs: expected .*, got 4 on rank 0, .*, 5 on rank 3$"):
