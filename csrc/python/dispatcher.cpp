@@ -112,8 +112,7 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
   if (!shape) return {EagerReason::kNoPackMetadata};
   if (!cp_size) return {EagerReason::kCpSizeNotCaptured};
   const auto form = pack_form(params, bank_->device());
-  if (!form || !can_be_made(params) ||
-      (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
+  if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
     return {EagerReason::kSignatureChanged};
   }
   Found found{std::nullopt, *shape, *form};
@@ -140,6 +139,7 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
     }
   }
   if (groups_.empty() && has_own_cp_group(params)) return {EagerReason::kCpSizeNotCaptured};
+  if (!can_be_made(params)) return {EagerReason::kSignatureChanged};
   return found;
 }
 

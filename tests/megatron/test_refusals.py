@@ -199,7 +199,8 @@ def test_what_is_switched_on_between_steps_is_refused_at_once_and_as_long_as_it_
     for value, expected in (
         (options, {reason: 2 * calls}),  # from the beginning
         (off, {"WARMING_UP": calls}),
-        *2 * (
+        *2
+        * (
             (options, {reason: 2 * calls}),  # in a state that is new, and in one that is known
             (off, {}),
         ),
