@@ -384,7 +384,9 @@ def _of_few_names(
     return OwnModel.run(model, input_ids, position_ids, attention_mask, None, labels, packed_seq_params)
 
 
-@pytest.mark.parametrize(("forward", "is_served"), [(_handing_on, True), (_of_few_names, False)], ids=str)
+@pytest.mark.parametrize(
+    ("forward", "is_served"), [(_handing_on, True), (_of_few_names, False)], ids=["served", "not"]
+)
 @on_ranks(2, tensor_parallel=2)
 def test_all_wait_for_a_forward_that_one_rank_alone_gets_between_steps(forward: Any, is_served: bool) -> None:
     """Bug: it ran its packs as given, beside collectives of a capacity's rows, and was refused alone."""
