@@ -57,26 +57,31 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
 def _run(options: argparse.Namespace, config: GraphConfig) -> int:
     log_to_stderr()
     megagraph.install(config)
-    ended_by = ""
+    ended_by, process = "", os.getpid()
     try:
         run_script(options)
     except BaseException as error:
         ended_by = "" if isinstance(error, SystemExit) else type(error).__name__
         raise
     finally:
-        plugin, reports = installed_plugin(), megagraph.reports()
-        if reports and rank() == 0:
-            Screen(stderr=True).print(report_table(reports))
-        megagraph.uninstall()
-        if rank() == 0:
-            why = "mode is off" if config.mode == "off" else "the script has called uninstall()"
-            said = verdict(reports) if plugin is not None else f"nothing is known: {why}"
-            if ended_by and plugin is not None and not reports:
-                said = f"nothing replayed: {ended_by} ended the script before a model ran"
-            times = "" if plugin is None else saved(plugin.clock.report())
-            for line in filter(None, (times, said)):
-                Screen(stderr=True).print(f"megagraph: {line}", markup=False, highlight=False, soft_wrap=True)
+        if process == os.getpid():  # and no fork of it that the script has ended
+            _end(config, ended_by)
     return 0
+
+
+def _end(config: GraphConfig, ended_by: str) -> None:
+    plugin, reports = installed_plugin(), megagraph.reports()
+    if reports and rank() == 0:
+        Screen(stderr=True).print(report_table(reports))
+    megagraph.uninstall()
+    if rank() == 0:
+        why = "mode is off" if config.mode == "off" else "the script has called uninstall()"
+        said = verdict(reports) if plugin is not None else f"nothing is known: {why}"
+        if ended_by and plugin is not None and not reports:
+            said = f"nothing replayed: {ended_by} ended the script before a model ran"
+        times = "" if plugin is None else saved(plugin.clock.report())
+        for line in filter(None, (times, said)):
+            Screen(stderr=True).print(f"megagraph: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def saved(times: Mapping[str, Any]) -> str:

@@ -102,6 +102,37 @@ def test_whoever_only_asks_if_megatron_is_there_leaves_the_import_alone(start: S
     assert (done.returncode, done.stdout) == (0, f"{PROBED}\n"), done.stderr
 
 
+CHILDREN = """
+import atexit, multiprocessing, os
+from pathlib import Path
+import megagraph
+report = Path(os.environ["MEGAGRAPH_REPORT"])
+before, child = report.read_text(), multiprocessing.get_context("spawn").Process(target=print)
+child.start(); child.join()
+print(report.read_text() == before, flush=True)
+report.unlink()
+if not os.fork():  # a fork's end has torch wait for threads that it does not have: ours alone, then
+    atexit.register(lambda: (megagraph.uninstall(), os._exit(0)))
+    sys.exit()
+print(os.wait()[1], report.exists(), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("under", [(), ("-m", "megagraph", "run")], ids=["auto", "run"])
+def test_children_leave_the_report_to_their_parent(
+    start: Start, files: Files, under: tuple[str, ...]
+) -> None:
+    """Bug: what was spawned and imported Megatron left an empty one, what was forked its parent's."""
+    report = str(files.folder / "report.json")
+    variables = {"CONFIG": str(files.toml()), "LOG_INTERVAL": "1", "REPORT": report}
+    done = start(*under, files.script(TRAINING), "3", CHILDREN, AUTO="1", **variables)
+    said = [line for line in done.stdout.splitlines() if line and not line.startswith("loss ")]
+    assert (done.returncode, said) == (0, ["True", "0 False"]), done.stderr
+    assert "replayed; the rest" not in done.stderr  # the fork does not end the command
+
+
 def test_what_does_not_fit_is_one_sentence_and_the_process_goes_on(start: Start, tmp_path: Path) -> None:
     core = tmp_path / "site" / "megatron" / "core"
     core.mkdir(parents=True)

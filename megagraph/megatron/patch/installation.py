@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -36,6 +37,7 @@ __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "unins
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _plugin: Plugin | None = None  # the installed one
+_process = 0  # that has installed it
 _undo = contextlib.ExitStack()  # puts every original back, then writes the report and drops all graphs
 _covered: list[str] = []  # what was found under others' wrappers when originals were put back
 
@@ -108,6 +110,8 @@ def _write_report(plugin: Plugin, first: Path | None, *, is_over: bool = True) -
     if path is None or not (is_over or is_replaced_by(path)):
         return
     reports, leases = plugin.reports(), plugin.leases()
+    if not reports and multiprocessing.parent_process() is not None:
+        return  # a worker that only imports Megatron, as of a DataLoader: the file is its parent's
     more: dict[str, Any] = {"verdict": verdict(reports), "steps": plugin.training_steps}
     more |= {"times": plugin.clock.report()}
     more |= {"versions": versions(), "config": plugin.config.spelled()}
@@ -144,7 +148,7 @@ def install(
         RuntimeError: if the plugin is installed already with other options, megatron-core is absent or does
             not fit, or the machine has a GPU and this build no CUDA part.
     """
-    global _plugin
+    global _plugin, _process
     name_of = _naming(name)
     version = seams.check_core()  # may be the first to import it, for which megagraph/auto.py waits
     installed = None if _plugin is None else _plugin.config
@@ -167,7 +171,7 @@ def install(
     if config.mode == "off":
         return
     check_target("report", config.report)
-    plugin, report = Plugin(config), config.report
+    plugin, report, _process = Plugin(config), config.report, os.getpid()
     _undo.callback(plugin.release)
     if report is not None and report != STANDARD_OUTPUT:
         report = report.absolute()  # as seen from the folder of now
@@ -226,6 +230,8 @@ def uninstall() -> None:
 
 def _take_out() -> None:
     global _plugin
+    if os.getpid() != _process:  # a fork: graphs and report are its parent's
+        return
     _plugin = None
     _undo.close()
 
