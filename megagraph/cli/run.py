@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import megagraph
-from megagraph.cli.ends import Screen
+from megagraph.cli.ends import Screen, check_json
 from megagraph.cli.options import config_of
 from megagraph.cli.reports import report_table
 from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
@@ -39,6 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _prepare(options: argparse.Namespace) -> Callable[[], int]:
+    check_json(options.json)
     check_script(options)
     config = config_of(options)
     if config.mode != "off":  # which writes none

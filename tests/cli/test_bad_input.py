@@ -62,6 +62,7 @@ doctor --json script.py -> --json: expected a file for the JSON, got script.py; 
 doctor --json folder -> --json: expected a file, folder is a folder
 doctor --set mode=fast -> --set: mode: expected one of graph, eager, off, got 'fast'
 doctor -m -> -m: expected a module
+run --json script.py other.py -> --json: expected a file for the JSON, got script.py; for none write --json -
 run -m gone.module -> -m: expected a module, found none named gone.module
 run -m script.py/ -> -m: expected a module, found none named script.py/
 advise gone.py -> expected a script, gone.py is no file
