@@ -3,7 +3,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -100,9 +99,8 @@ def _try(options: argparse.Namespace, config: GraphConfig) -> Findings:
             lambda done, total: bar.update(task, completed=done, total=total, refresh=True),
             is_timed=torch.cuda.is_available(),
         )
-        tried = dataclasses.replace(config, mode="graph", report=None, progress=False)
         with contextlib.closing(trial):
-            reports = run_steps(options, tried, trial)
+            reports = run_steps(options, config, trial, mode="graph", report=None, progress=False)
     return trial.findings(config, reports)
 
 

@@ -5,7 +5,6 @@ Nothing is captured: every layer is warmed up as before a capture, which finds w
 """
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,8 +31,7 @@ def rehearse(options: argparse.Namespace, config: GraphConfig) -> list[dict[str,
         found.extend(_look(graphs) for graphs in plugin.all_graphs())
         raise EnoughError
 
-    config = dataclasses.replace(config, mode="graph", cuda_graph_warmup_steps=1, report=None)
-    run_steps(options, config, look)
+    run_steps(options, config, look, mode="graph", cuda_graph_warmup_steps=1, report=None)
     return found
 
 

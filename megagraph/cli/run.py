@@ -2,7 +2,6 @@
 """`megagraph run SCRIPT [ARGS]`: a user's training script, unchanged, with the plugin installed."""
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,7 +15,7 @@ from megagraph.cli.reports import report_table
 from megagraph.cli.scripts import add_script, check_script, log_to_stderr, run_script
 from megagraph.config import GraphConfig
 from megagraph.log import rank
-from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.patch.installation import install_with, installed_plugin
 from megagraph.reasons import verdict
 from megagraph.report import check_target
 
@@ -42,10 +41,8 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
     check_json(options.json)
     check_script(options)
     config = config_of(options)
-    if config.mode != "off":  # which writes none
-        if options.json is not None:
-            written, config = "--json", dataclasses.replace(config, report=options.json)
-        elif any(it.partition("=")[0] == "report" for it in options.set):
+    if config.mode != "off" and options.json is None:  # `off` writes none
+        if any(it.partition("=")[0] == "report" for it in options.set):
             written = "--set: report"
         elif os.environ.get("MEGAGRAPH_REPORT"):
             written = "environment: MEGAGRAPH_REPORT"
@@ -57,7 +54,7 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
 
 def _run(options: argparse.Namespace, config: GraphConfig) -> int:
     log_to_stderr()
-    megagraph.install(config)
+    install_with(config, **({} if options.json is None else {"report": options.json}))
     ended_by, process = "", os.getpid()
     try:
         run_script(options)

@@ -24,7 +24,7 @@ from megagraph.cli.options import add_config_options
 from megagraph.config import GraphConfig
 from megagraph.log import log
 from megagraph.megatron import seams
-from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.patch.installation import install_with, installed_plugin
 from megagraph.megatron.plugin import Plugin
 
 __all__ = ["EnoughError", "add_script", "check_script", "log_to_stderr", "run_script", "run_steps"]
@@ -91,13 +91,15 @@ def run_script(options: argparse.Namespace) -> None:
         sys.argv, sys.path[:] = outer
 
 
-def run_steps(options: argparse.Namespace, config: GraphConfig, around: _Around) -> list[dict[str, Any]]:
+def run_steps(
+    options: argparse.Namespace, config: GraphConfig, around: _Around, **changes: Any
+) -> list[dict[str, Any]]:
     """Runs a script under the plugin, each training step in `around`, to its end or until that says enough.
 
-    Returns what every model did.
+    With the user's options, but for `changes`. Returns what every model did.
     """
     log_to_stderr()
-    megagraph.install(config)
+    install_with(config, **changes)
     plugin = installed_plugin()
     assert plugin is not None
 

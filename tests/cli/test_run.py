@@ -128,6 +128,18 @@ def test_the_cpu_is_not_asked_for_beside_a_gpu(files: Files, monkeypatch: Any, c
     assert "--cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err
 
 
+@pytest.mark.megatron
+@pytest.mark.parametrize("command", ["run", "doctor", "advise --steps 24"])
+def test_a_script_may_install_with_the_options_that_its_command_was_given(files: Files, command: str) -> None:
+    """Bug: refused, if a command had changed them itself: 'report is r.json, not None'."""
+    given, out = files.toml(report=files.folder / "its-own.json"), files.folder / "out.json"
+    installs = f"import megagraph\nmegagraph.install({str(given)!r})\n"
+    path = files.script(installs + TRAINING.replace("range(60)", "range(600)"))
+    words = *command.split(), "--config", given, "--json", out, path, "40", "pass"
+    assert main([*map(str, words)]) == 0
+    assert json.loads(out.read_text())["verdict"] and not (files.folder / "its-own.json").exists()
+
+
 ENDS = [KeyboardInterrupt("its own"), ValueError("its own"), FileNotFoundError("its own")]
 ENDS += [SystemExit(0), SystemExit(7), SystemExit("a sentence")]
 

@@ -31,12 +31,13 @@ from megagraph.report import (
     write_report,
 )
 
-__all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
+__all__ = ["install", "install_with", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
 
 
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _plugin: Plugin | None = None  # the installed one
+_asked: GraphConfig | None = None  # what a further install() may ask for
 _process = 0  # that has installed it
 _undo = contextlib.ExitStack()  # puts every original back, then writes the report and drops all graphs
 _covered: list[str] = []  # what was found under others' wrappers when originals were put back
@@ -148,10 +149,10 @@ def install(
         RuntimeError: if the plugin is installed already with other options, megatron-core is absent or does
             not fit, or the machine has a GPU and this build no CUDA part.
     """
-    global _plugin, _process
+    global _plugin, _asked, _process
     name_of = _naming(name)
     version = seams.check_core()  # may be the first to import it, for which megagraph/auto.py waits
-    installed = None if _plugin is None else _plugin.config
+    installed = None if _plugin is None else _asked
     config = _as_config(config, installed)
     if installed is not None:
         if config == installed:
@@ -180,8 +181,15 @@ def install(
     if name_of is not None:
         plugin.name_of = name_of
     _wrap_all(plugin)
-    _plugin = plugin
+    _plugin, _asked = plugin, config
     log.info("installed in megatron-core %s, mode %s", version, config.mode)
+
+
+def install_with(config: GraphConfig, **changes: Any) -> None:
+    """For a command that changes options of the user, which a script may still ask for."""
+    global _asked
+    install(dataclasses.replace(config, **changes))
+    _asked = config
 
 
 def _difference(installed: GraphConfig, asked: GraphConfig) -> str:
