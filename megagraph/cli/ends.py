@@ -99,6 +99,8 @@ def ended_by(command: str, error: BaseException) -> int:
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         what = str(error).split("\n")[0] or "this machine's is used up"
         return end(command, f"not enough memory: {what}", ExitCode.CRASHED)
+    if isinstance(error, SystemExit):  # of a script
+        return end(command, f"the script ended with {error.code}", ExitCode.CRASHED)
     if not isinstance(error, Exception):
         raise error
     traceback.print_exception(error)

@@ -113,11 +113,15 @@ def run_steps(
 
     with contextlib.ExitStack() as undo:
         undo.callback(megagraph.uninstall)
-        with contextlib.ExitStack() as schedules, contextlib.suppress(EnoughError, SystemExit):
+        with contextlib.ExitStack() as schedules, contextlib.suppress(EnoughError):
             for schedule in seams.SCHEDULES:
                 instead = {schedule.name: wrapped(schedule.function())}
                 schedules.enter_context(seams.stand_in(schedule.owner(), **instead))
-            run_script(options)
+            try:
+                run_script(options)
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    raise  # it has failed: nothing is told of it
         return plugin.reports()
 
 

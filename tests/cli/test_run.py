@@ -168,6 +168,19 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
 
 
 @pytest.mark.megatron
+@pytest.mark.parametrize("command", ["doctor", "advise"])
+@pytest.mark.parametrize("code", ["cannot find the data set", 3])
+def test_of_a_script_that_gives_up_doctor_and_advise_say_that_and_nothing_else(
+    files: Files, capsys: CaptureFixture[str], command: str, code: object
+) -> None:
+    """Bug: its text was swallowed, and the advice to leave graphs off given."""
+    assert main([command, str(files.script(f"raise SystemExit({code!r})"))]) == 70
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(f"megagraph {command}: the script ended with {code}\n")
+    assert installed_plugin() is None
+
+
+@pytest.mark.megatron
 @pytest.mark.parametrize("end", ["raise RuntimeError('its own')", "import gc; gc.collect()"])
 def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixture[str], end: str) -> None:
     report = files.folder / "report.json"
