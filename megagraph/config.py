@@ -46,9 +46,9 @@ def _choice(value: Any, names: Collection[str]) -> str:
 
 
 def _list(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Of a list, of text with commas, or of one value alone."""
+    """Of a list, of text with commas or blanks, or of one value alone."""
     if isinstance(value, str):
-        return tuple(parse(part.strip()) for part in value.split(",") if part.strip())
+        return tuple(parse(part) for part in re.split(r"[,\s]+", value) if part)
     is_list = isinstance(value, Collection) and not isinstance(value, Mapping)
     return tuple(map(parse, value if is_list else [value]))
 
@@ -137,7 +137,7 @@ def _module(value: Any) -> str:
 
 
 def graph_modules(value: Any) -> tuple[str, ...]:
-    """Scopes as Megatron spells them: none, `full`, one of them, text with commas, a list of names or enums.
+    """Scopes as Megatron spells them: none, `full`, one of them, text of several, a list of names or enums.
 
     Raises:
         ValueError: for one that is not supported, naming it.

@@ -283,7 +283,7 @@ NINE = {"tokens": 9, "num_seqs": 2, "max_seqlen": 9}
         ("cuda_graph_warmup_steps", np.int64(5), 5),
         # As upstream: `cuda_graph_max_packed_seqs=32` was `TypeError: 'int' object is not iterable`.
         *(("cuda_graph_max_packed_seqs", given, (32,)) for given in (32, [32], "32", (32,))),
-        *((MODULES, it, ("mlp", "attn")) for it in ("mlp, attn", ["mlp", "attn"], "mlp,attn,mlp")),
+        *((MODULES, it, ("mlp", "attn")) for it in ("mlp attn", ["mlp", "attn"], "mlp, attn,mlp")),
         *((MODULES, it, ()) for it in (None, "full", ["full"], ("full",), "", [])),
     ],
 )
