@@ -84,14 +84,14 @@ def _path(value: Any) -> Path | None:
 
 
 def _capacity(value: Any) -> Capacity:
-    """From a table, or from `tokens:num_seqs[:max_seqlen]`."""
+    """From a table, or from `tokens:num_seqs[:max_seqlen]`; by default `max_seqlen` is `tokens`."""
     if isinstance(value, Capacity):
         return value
     keys = ("tokens", "num_seqs", "max_seqlen")
     if isinstance(value, Mapping):
-        if set(value) != set(keys):
+        if not {*keys[:2]} <= {*value} <= {*keys}:
             raise ValueError(f"expected a table of {', '.join(keys)}, got {dict(value)!r}")
-        given = value
+        given = {"max_seqlen": value["tokens"], **value}
     else:
         parts = value.split(":") if isinstance(value, str) else []
         if len(parts) not in (2, 3):

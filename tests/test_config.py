@@ -186,7 +186,7 @@ A_TABLE = "capacities: expected a table of tokens, num_seqs, max_seqlen, got {'t
         ),
         ({"cuda_graph_slots": 65}, "cuda_graph_slots: expected at most 64, got 65"),
         ({"capacities": f"{2**30}:8", "cp_sizes": 2}, "less than 2**31 tokens, got 2 x 1073741824"),
-        ({"capacities": [{"tokens": 64, "num_seqs": 1}]}, A_TABLE + "'num_seqs': 1}"),
+        ({"capacities": [{"tokens": 64, "max_seqlen": 1}]}, A_TABLE + "'max_seqlen': 1}"),
         ({"capacities": [{"tokens": 64, "documents": 1}]}, A_TABLE + "'documents': 1}"),
         ({"cp_sizes": [1, 3]}, "cp_sizes: expected ascending powers of two, got (1, 3)"),
         ({"cp_sizes": "2,1"}, "cp_sizes: expected ascending powers of two, got (2, 1)"),
@@ -280,6 +280,7 @@ NINE = {"tokens": 9, "num_seqs": 2, "max_seqlen": 9}
         ("capacities", ["256:8:64"], (Capacity(tokens=256, num_seqs=8, max_seqlen=64),)),
         ("capacities", Capacity(**NINE), (Capacity(**NINE),)),
         ("capacities", NINE, (Capacity(**NINE),)),
+        ("capacities", {"tokens": 9, "num_seqs": 2}, (Capacity(**NINE),)),  # it was an error
         ("cuda_graph_warmup_steps", np.int64(5), 5),
         # As upstream: `cuda_graph_max_packed_seqs=32` was `TypeError: 'int' object is not iterable`.
         *(("cuda_graph_max_packed_seqs", given, (32,)) for given in (32, [32], "32", (32,))),

@@ -32,7 +32,7 @@ _KEYS = "tokens", "num_seqs", "max_seqlen"
 _TABLE = {
     "type": "object",
     "properties": dict.fromkeys(_KEYS, _INTEGER),
-    "required": [*_KEYS],
+    "required": [*_KEYS[:2]],
     "additionalProperties": False,
 }
 _CAPACITY = {"anyOf": [{"type": "string", "pattern": r"^\d+:\d+(:\d+)?$"}, _TABLE]}
