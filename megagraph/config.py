@@ -80,7 +80,7 @@ def _boolean(value: Any) -> bool:
 def _path(value: Any) -> Path | None:
     if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
         raise ValueError(f"expected a path, got {value!r}")
-    return Path(value) if os.fspath(value) else None
+    return Path(os.path.expanduser(value)) if os.fspath(value) else None
 
 
 def _capacity(value: Any) -> Capacity:

@@ -275,6 +275,7 @@ NINE = {"tokens": 9, "num_seqs": 2, "max_seqlen": 9}
     ("option", "given", "expected"),
     [
         ("report", "out/graphs.json", Path("out/graphs.json")),
+        ("report", "~/graphs.json", Path.home() / "graphs.json"),  # it made a folder of that name
         ("tail", "empty-dummy", TailConvention.EMPTY_DUMMY),
         ("capacities", ("256:8",), (Capacity(tokens=256, num_seqs=8, max_seqlen=256),)),
         ("capacities", ["256:8:64"], (Capacity(tokens=256, num_seqs=8, max_seqlen=64),)),
