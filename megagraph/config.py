@@ -113,6 +113,14 @@ def _capacities(value: Any) -> tuple[Capacity, ...]:
     return found
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, Capacity):
+        return f"{value.tokens}:{value.num_seqs}:{value.max_seqlen}"
+    return value if isinstance(value, int) else str(getattr(value, "value", value))
+
+
 def _tail(value: Any) -> TailConvention:
     if isinstance(value, TailConvention):
         return value
@@ -251,12 +259,7 @@ class GraphConfig:
 
     def spelled(self) -> dict[str, Any]:
         """The options that are set to something, as plain values."""
-        given = {name: value for name, value in vars(self).items() if value not in (None, ())}
-        plain = {name: [*map(str, it)] if isinstance(it, tuple) else it for name, it in given.items()}
-        return {
-            name: it if isinstance(it, int | list) else str(getattr(it, "value", it))
-            for name, it in plain.items()
-        }
+        return {name: _plain(value) for name, value in vars(self).items() if value not in (None, ())}
 
     @classmethod
     def from_mapping(

@@ -297,8 +297,10 @@ def test_python_may_spell_a_value_as_toml_does(option: str, given: Any, expected
 
 
 def test_what_is_set_is_spelled_as_toml_has_it() -> None:
-    """A tail was spelled `TailConvention.EMPTY_DUMMY`, in reports too."""
+    """A tail was spelled `TailConvention.EMPTY_DUMMY`, in reports too, and a capacity in a sentence."""
     config = GraphConfig(tail="empty-dummy", cuda_graph_modules="attn", verify=5, report="out/graphs.json")
+    config = dataclasses.replace(config, capacities="64:5", cp_sizes=(1, 2))
     given = config.spelled()
+    assert (given["capacities"], given["cp_sizes"]) == (["64:5:64"], [1, 2])
     assert given["tail"] == "empty-dummy" and given["report"] == "out/graphs.json"
     assert GraphConfig.from_mapping(given, source="itself") == config
