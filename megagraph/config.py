@@ -301,8 +301,9 @@ class GraphConfig:
         """Reads the table `[megagraph]` of a TOML file; other tables are left alone."""
         try:
             document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # of TOML or UTF-8
-            raise ValueError(f"{path}: expected TOML, {error}") from error
+        except (OSError, ValueError, RecursionError) as error:  # of the file, of TOML or UTF-8
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"{path}: expected TOML, {why}") from error
         if not isinstance(document.get("megagraph"), dict):
             raise ValueError(f"{path}: expected a table [megagraph], found {', '.join(document) or 'none'}")
         return cls.from_mapping(document["megagraph"], source=str(path))
@@ -318,9 +319,8 @@ class GraphConfig:
         if base is None and (path := environ.get(f"{_PREFIX}CONFIG")):
             try:
                 base = cls.from_toml(path)
-            except OSError as error:
-                why = error.strerror or error
-                raise ValueError(f"environment: {_PREFIX}CONFIG: {path}: {why}") from error
+            except ValueError as error:
+                raise ValueError(f"environment: {_PREFIX}CONFIG: {error}") from error
         values = {
             name.removeprefix(_PREFIX).lower(): value
             for name, value in environ.items()

@@ -99,6 +99,8 @@ install(name=7) -> install(): name: expected text or a function of a model, got 
 install(name="") -> install(): name: expected text or a function of a model, got ''
 install(GraphConfig(report="folder")) -> report: expected a file, folder is a folder
 install("text.txt") -> text.txt: expected TOML,
+install("gone.toml") -> gone.toml: expected TOML, No such file or directory
+install("folder") -> folder: expected TOML, Is a directory
 get_gpt_block_varlen_spec(None) -> get_gpt_block_varlen_spec: expected Megatron's TransformerConfig, got None
 with_grouped_experts(None) -> with_grouped_experts: expected a spec with a MoELayer, got one without
 """
