@@ -26,9 +26,11 @@ from worlds import World, on_ranks
 
 import megagraph
 from megagraph._C import Capacity
+from megagraph.bank.capture import GAVE_UP, GroupGaveUp
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import parallel
-from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.graphs.verifying import found_anywhere
+from megagraph.megatron.parallel.peers import HostGroup, Peers
 
 STEPS, LAYERS = 3, 2
 STEP_CALLS = parallel_jobs.PACKS * LAYERS
@@ -449,6 +451,17 @@ def test_what_a_rank_finds_alone_inside_of_a_step_is_an_error_that_names_it() ->
             if place is not None:
                 with pytest.raises(RuntimeError, match=told):
                     peers.run_eager_alike(1, 0, place, "why")
+
+
+@on_ranks(2)
+def test_what_ranks_have_found_is_not_compared_with_one_that_gave_up() -> None:
+    """Bug: its one number met one for each site."""
+    group = HostGroup(frozenset({0, 1}), "capture")
+    if distributed.get_rank() == 0:
+        group.max_over_ranks([GAVE_UP])
+        return
+    with pytest.raises(GroupGaveUp):
+        found_anywhere(group, {}, 3, "")
 
 
 def test_a_verification_that_one_rank_cannot_finish_is_given_up_on_all(world2: World) -> None:

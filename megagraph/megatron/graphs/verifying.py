@@ -17,7 +17,7 @@ from megagraph.bank.verify import Difference, Example, verify
 from megagraph.config import GraphConfig
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import MicroBatch
-from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.packs.ops import thd_partition_indices
 from megagraph.reasons import EagerReason, Why
 
@@ -34,9 +34,14 @@ _NOT_TAKEN = "its graph did not take the micro-batch that was kept"
 
 
 def found_anywhere(
-    peers: Peers, found: Mapping[int, Why], num_sites: int, elsewhere: str
+    peers: HostGroup, found: Mapping[int, Why], num_sites: int, elsewhere: str
 ) -> Mapping[int, Why]:
-    """Sites, by index, of which some rank of the group has found something; `elsewhere` if not this one."""
+    """Sites, by index, of which some rank of the group has found something; `elsewhere` if not this one.
+
+    Raises `GroupGaveUp` if another rank has given the capture up.
+    """
+    if peers.max_over_ranks([0]) != [0]:  # one has given up meanwhile, and says so by one number
+        raise GroupGaveUp
     anywhere = peers.max_over_ranks([int(index in found) for index in range(num_sites)])
     disagreed = EagerReason.GROUP_DISAGREED, elsewhere
     return {index: found.get(index, disagreed) for index, is_found in enumerate(anywhere) if is_found}
