@@ -461,5 +461,5 @@ def test_a_forward_that_overrides_megatrons_is_refused(make: Callable[..., Exper
     trainer.chunk.__class__ = OwnModel
     step(trainer, [Micro(lengths=(28, 20))], times=3)
     sites = (report := rig.report_of(trainer))["layers"]
-    (failure,) = rig.ran(report, failures=1, WARMING_UP=sites, SCOPE_UNSUPPORTED=2 * sites)["failures"]
+    (failure,) = rig.ran(report, failures=1, SCOPE_UNSUPPORTED=3 * sites)["failures"]
     assert "experts over several ranks that need equal rows, in a model with a forward" in failure

@@ -279,9 +279,10 @@ for module in pkgutil.walk_packages(megagraph.__path__, "megagraph."):
 bad = [name for name in sys.modules if name.split(".")[0] in ("megatron", "transformer_engine")]
 assert "megagraph.megatron.patch.installation" in sys.modules and not bad, bad
 reports = os.path.abspath("reports")
+child = os.fork()  # one of the two scripts ends before the other, which then has nowhere to write
 megagraph.install(megagraph.GraphConfig(report="reports/r.json"))
 os.chdir("/")
-if os.fork():  # one of the two scripts ends before the other, which then has nowhere to write
+if child:
     assert os.wait()[1] == 0
     print(open(reports + "/r.json").read())
     shutil.rmtree(reports)

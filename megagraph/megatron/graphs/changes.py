@@ -59,7 +59,7 @@ class Changes:
         # -- states --
         self._items: dict[str, tuple[int, str]] = {}  # of the last state that was new
         self._made_new: dict[int, str] = {}  # what made each state another one than that before
-        self.accepted: set[int] = set()  # those in which nothing has to be refused
+        self._accepted: set[int] = set()  # those in which nothing has to be refused
         self._new_in_a_row = 0
         self._has_warned = False
         self._unguarded: list[str] = []
@@ -96,7 +96,7 @@ class Changes:
         else:
             self._look_closer(runs_eager=runs_eager, captures=captures)
         self._dispatcher.keep_eager(self.reason, self.gradients_reason)
-        return self._states.current not in self.accepted
+        return self._states.current not in self._accepted
 
     def _look_closer(self, *, runs_eager: bool, captures: bool) -> None:
         """Learns what keeps other ranks' steps eager as well, and drops the same graphs as they."""
@@ -223,7 +223,11 @@ class Changes:
     def begin(self) -> None:
         """Meets a state in which nothing has to be refused, with all ranks of the group."""
         self._agree_on_state(self._peers.max_over_ranks(self._local_state()))
-        self.accepted.add(self._states.current)
+        self.accept_state()
+
+    def accept_state(self) -> None:
+        """Takes note that in the state of now nothing has to be refused."""
+        self._accepted.add(self._states.current)
 
     def _local_state(self, *, has_changed: bool = False, had_graphs: bool = False) -> Sequence[int]:
         """What this rank tells the others of its state, for `_agree_on_state()`."""
@@ -254,7 +258,7 @@ class Changes:
         if states.has_many():  # those with graphs stay, and are found again
             gone = states.forget_oldest(self._due.states_with_graphs())
             self._due.forget_states(gone)
-            self.accepted -= gone
+            self._accepted -= gone
             for number in gone:
                 self._made_new.pop(number, None)
 

@@ -128,7 +128,7 @@ class GraphedModel:
                 self.entries.find_doors(captures.model)
             self._begin()
         elif self.refusal is None:
-            self.changes.accepted.add(self.dispatcher.states.current)
+            self.changes.accept_state()
         self._asked_in = captures.watch.whole_state(), self.entries.block
 
     def _refuse(self, refusal: Refusal | None) -> None:
@@ -293,7 +293,7 @@ class GraphedModel:
         if model is None:
             return
         self.dispatcher.expected_tokens = 0 if self.context.is_dynamic else tokens // self.context.size
-        entries = self.entries
+        captures, entries = self.captures, self.entries
         if not _C.has_forwards(model, entries.model.forward, entries.block.forward):
             entries.find_doors(model)
         if not len(model.decoder.layers):
@@ -301,17 +301,16 @@ class GraphedModel:
         elif self.refusal is not None:  # a host may have taken back what has kept the model eager
             if self.refusal.sentence == _HAS_NO_LAYERS:
                 entries.find_doors(model)
-            has_changed = self.captures.what_changed() is not None
-            is_new = (self.captures.watch.whole_state(), entries.block) != self._asked_in
+            has_changed = captures.what_changed() is not None
+            is_new = (captures.watch.whole_state(), entries.block) != self._asked_in
             if self.peers.max_over_ranks([int(has_changed or is_new)]) != [0]:
                 self._look_for_refusal()
-        ddp = find_ddp(models, model) if self.captures.ddp() is None else None
+        ddp = find_ddp(models, model) if captures.ddp() is None else None
         if ddp is None:
             return
-        self.captures.ddp = weakly(ddp)
-        captures = self.captures
+        captures.ddp = weakly(ddp)
         captures.failures.clear()  # of its hooks, which nobody expected
-        self.captures.reset()
+        captures.reset()
         if self.refusal is None:
             self._refuse(self._find_refusal())
 
