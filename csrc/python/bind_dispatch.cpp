@@ -201,6 +201,7 @@ void bind_dispatch(py::module_& m) {
       .def("turn_eager", &Dispatcher::turn_eager, py::arg("batch"), py::arg("hidden_states"),
            py::arg("table"), py::arg("mask"))
       .def("begin", &Dispatcher::begin, py::arg("batch"))
+      .def("expect_state", &Dispatcher::expect_state, py::arg("batch"))
       .def("end", &Dispatcher::end, py::arg("batch"))
       .def("count_eager", &Dispatcher::count_eager, py::arg("reason"))
       .def("counts", &named_counts)

@@ -71,7 +71,12 @@ void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> 
   variants_ = std::move(variants);
   eager_variants_ = std::move(eager_variants);
   watch_ = std::move(watch);
-  has_new_names_ = false;
+  has_new_names_ = has_new_names_ && !variants_.empty();  // of graphs that are left
+  // The bank may go on another thread, which must free nothing of Python's.
+  bank_->set_guard([watch = std::weak_ptr(watch_), state = state_] {
+    const auto its = watch.lock();
+    return !*state || !its || its->state(false) == **state;
+  });
   calls_ = 0;
   for (int index = 0; index < bank_->num_sites(); ++index) calls_ += bank_->site(index).calls();
 }
@@ -172,7 +177,8 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   if ((is_inference && options_.ranks == 1) || may_positions_go_on(found.shape)) {
     return python_reason(EagerReason::kSignatureChanged);
   }
-  const int64_t state = states_.of_call(watch_->state(false));
+  const size_t fingerprint = watch_->state(false);
+  const int64_t state = states_.of_call(fingerprint);
   // What a forward of the host's makes of a mask shows where it calls its block.
   const bool masks_at_entry = rules_->masks_tail && rules_->pads_at_entry;
   const bool has_mask = are_megatrons && (masks_at_entry || !mask.is_none());
@@ -212,6 +218,7 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   auto batch = std::make_unique<MicroBatch>(
       rules_, packs_of(key), groups_.empty() ? params : without_ranks(params), tokens, reason,
       pack_sources(params, found.form, cp_size), is_due);
+  batch->set_state(fingerprint);
   if (!found.capacity && has_mask && !mask.is_none()) batch->replace_mask(tensor_of(mask.ptr()));
   if (has_no_graph && !(are_megatrons && batch->run_as_given(*reason))) {
     return python_reason(reason);
@@ -252,22 +259,35 @@ void Dispatcher::leave_graphs(MicroBatch& batch) const {
 
 std::optional<int> Dispatcher::begin(MicroBatch& batch) {
   const int variant = variant_of(batch.key());
+  // Since the model was entered, as by a hook on its embedding.
+  bool has_changed = false;
   if (!batch.reason() && variant >= 0) {
-    batch.set_reason(
-        begin_micro_batch(*bank_, variant, batch.sources(), watch_->have_other_grads()));
-    if (!batch.reason()) return variant;
+    has_changed = watch_->state(false) != batch.state();
+    batch.set_reason(has_changed ? EagerReason::kStateChanged
+                                 : begin_micro_batch(*bank_, variant, batch.sources(),
+                                                     watch_->have_other_grads()));
+    if (!batch.reason()) {
+      *state_ = batch.state();
+      return variant;
+    }
   } else if (!batch.reason()) {
     const auto why = eager_variants_.find(batch.key());
     batch.set_reason(why == eager_variants_.end() ? EagerReason::kWarmingUp : why->second);
   }
-  const bool is_agreed = is_eager_agreed(batch);
+  const bool is_agreed = !has_changed && is_eager_agreed(batch);
   batch.set_reason(explain(batch.key().kind(), *batch.reason()));
   if (!is_agreed) bank_->run_eager_alike(variant, /*site=*/-1, *batch.reason());
   count(batch);
   return std::nullopt;
 }
 
+void Dispatcher::expect_state(MicroBatch& batch) {
+  batch.set_state(watch_->state(false));
+  if (*state_) *state_ = batch.state();
+}
+
 void Dispatcher::end(const MicroBatch& batch) {
+  state_->reset();
   bank_->end();
   count(batch);
   if (batch.reason()) {

@@ -146,6 +146,8 @@ class Dispatcher {
   // for one that runs eager. Such a one has a reason, beside what graphs know whether its state
   // does; it is counted, and its state remembered.
   std::optional<int> begin(MicroBatch& batch);
+  // The layers' state of now is the micro-batch's: what has changed it is ours.
+  void expect_state(MicroBatch& batch);
   // Ends the micro-batch that has leased one, and counts it; as eager, if a reason was found since.
   void end(const MicroBatch& batch);
   // Counts a micro-batch in which every layer runs eager.
@@ -196,6 +198,8 @@ class Dispatcher {
   std::map<VariantKey, int> variants_;
   std::map<VariantKey, EagerReason> eager_variants_;
   std::shared_ptr<ModuleWatch> watch_;
+  // A hash of what the layers have to be in while the running micro-batch replays; else none.
+  const std::shared_ptr<std::optional<size_t>> state_ = std::make_shared<std::optional<size_t>>();
   std::optional<EagerReason> refused_, reason_, gradients_reason_;
   bool is_suspended_ = false;
   std::map<int64_t, int64_t> numbers_;  // micro-batches of the step, by the ranks that share them

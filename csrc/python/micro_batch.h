@@ -73,6 +73,9 @@ class MicroBatch {
   // Why it runs eager; none replays.
   std::optional<EagerReason> reason() const { return reason_; }
   void set_reason(std::optional<EagerReason> reason) { reason_ = reason; }
+  // A hash of what the layers have to be in where it enters its block.
+  size_t state() const { return state_; }
+  void set_state(size_t state) { state_ = state; }
   // There is a capacity for it, and no capture is due before it: of a kind that has no graph, in a
   // state that its step did not begin in.
   bool is_ready() const { return key().capacity && !is_due_; }
@@ -155,6 +158,7 @@ class MicroBatch {
   std::vector<at::Tensor> freqs_;
   std::optional<at::Tensor> mask_, canonical_mask_;
   int64_t entry_padding_ = 0;
+  size_t state_ = 0;
   bool is_as_given_ = false;
   const bool is_due_;
 };

@@ -52,7 +52,9 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
   GraphBank& bank = *site->bank;
   if (site->last != site->first && !bank.is_linked()) Py_RETURN_NOTIMPLEMENTED;
   std::optional<EagerReason> reason = EagerReason::kSignatureChanged;
-  if (is_plain) {
+  if (site->counts_eager && !bank.holds_still()) {
+    reason = EagerReason::kStateChanged;
+  } else if (is_plain) {
     const GraphBank::Turn turn(bank);
     // A full launch queue makes a launch wait, perhaps for another thread's Python.
     const pybind11::gil_scoped_release no_gil;

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_rig import LAYERS, ONE, OTHER, TWO, Install, Micro, Pair, evaluate, forward, hands, step
 from same_bits import assert_same_bits
+from state_changes import Probe
 from torch import Tensor, nn
 
 import megagraph
@@ -333,6 +334,31 @@ class ScaledBlock(OwnBlock):
 
     def between(self, index: int, hidden_states: Tensor) -> Tensor:
         return hidden_states * hidden_states.tanh() if index % 2 == 0 else hidden_states
+
+
+class SettingBlock(OwnBlock):
+    """Sets a value of each layer right before its call."""
+
+    scale = 1.0
+
+    def between(self, index: int, hidden_states: Tensor) -> Tensor:
+        if index + 1 < len(self.layers):
+            self.layers[index + 1].mlp.number = self.scale
+        return hidden_states
+
+
+def test_what_a_block_sets_between_its_layers_is_heard(monkeypatch: Any) -> None:
+    """Bug: such a layer replayed with the value that it had where the block was entered."""
+    pair = host_pair(GPTModel, SettingBlock, prepare=rig.around_mlps(Probe))
+    pair.step(ONE, times=4)
+    monkeypatch.setattr(SettingBlock, "scale", 0.5)
+    before = pair.report()
+    pair.step(ONE, TWO)
+    assert rig.eager_since(pair.report(), before) == {"STATE_CHANGED": 1 + LAYERS}
+    pair.step(ONE, TWO)
+    before = pair.report()
+    pair.step(ONE, TWO)
+    assert rig.eager_since(pair.report(), before) == {}
 
 
 def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs() -> None:

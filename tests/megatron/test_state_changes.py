@@ -4,7 +4,7 @@
 import itertools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -108,6 +108,27 @@ def test_a_change_inside_a_step(name: str, pair: rig.Pair) -> None:
     expected = rig.LAYERS if change.is_eager_back and not change.stays_eager else 0
     assert sum(_costs(pair, rig.ONE).values()) in (0, expected)
     assert _costs(pair, rig.TWO) == {}
+
+
+@pytest.mark.parametrize("scopes", [(), ("mlp",)])
+def test_what_changes_on_the_way_to_a_layer_is_heard(scopes: Sequence[str]) -> None:
+    """Bug: replays had the value that there was where the model was entered, or where its block was."""
+    pair, wanted = rig.Pair(plugin={"cuda_graph_modules": scopes}, **PROBED), 1.0
+
+    def change(changed: Any, *_given: Any) -> None:
+        changed.number = wanted
+
+    for trainer in pair.both:
+        on_the_way = trainer.chunk.decoder.layers[1].self_attention if scopes else trainer.chunk.embedding
+        on_the_way.register_forward_pre_hook(partial(change, probe(trainer)))
+    pair.step(rig.ONE, times=3)
+    assert _costs(pair, rig.ONE, rig.TWO) == {}
+    behind = 1 if scopes else rig.LAYERS
+    wanted = 0.5
+    assert _costs(pair, rig.ONE, rig.TWO) == {"STATE_CHANGED": behind + rig.LAYERS}
+    assert _costs(pair, rig.ONE, rig.TWO) == {}
+    wanted = 1.0  # of which there are graphs
+    assert _costs(pair, rig.ONE, rig.TWO) == {"STATE_CHANGED": behind}
 
 
 def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(caplog: Any) -> None:

@@ -128,6 +128,10 @@ class GraphBank {
     GraphBank& bank_;
   };
 
+  // Whether what graphs have baked in is still as where the running micro-batch began. Asked with
+  // the GIL held before a site is called by itself: eager code may have run since. Null: it is.
+  void set_guard(std::function<bool()> guard) { guard_ = std::move(guard); }
+  bool holds_still() const { return !guard_ || guard_(); }
   // The number of the micro-batch that comes next, among those of the step that the same ranks
   // share.
   void set_number(int64_t number) { number_ = number; }
@@ -226,6 +230,7 @@ class GraphBank {
   const bool poison_;
   const RunEagerAlike run_eager_alike_;
   int64_t number_ = 0;  // of the micro-batch
+  std::function<bool()> guard_;
 
   std::vector<std::vector<std::shared_ptr<const VariantGraphs>>> graphs_;  // [variant][slot]
   std::atomic<bool> is_replaying_{false};

@@ -260,6 +260,8 @@ def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: _Function) ->
         if pack is not None and kwargs.get("packed_seq_params") is given:
             kwargs["packed_seq_params"] = without_ranks(pack)
         with graphs.context.showing_pack(pack):
+            if isinstance(batch := graphs.running, MicroBatch):
+                graphs.dispatcher.expect_state(batch)
             return original(model, *args, **kwargs)
 
     return run
@@ -294,6 +296,7 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
     layers = LayersOneByOne(graphs.captures, batch, variant)
     try:
         with layers.shadowing():
+            graphs.dispatcher.expect_state(batch)  # the stand-ins are ours
             out = original(**given)
     finally:
         if variant is not None:
