@@ -29,7 +29,11 @@ def _tied(model: Any, owner: str) -> None:
     model.get_submodule(owner).weight = _mlp(model).linear_fc1.weight
 
 
-SHARES = "linear_fc1.weight is used elsewhere too"
+def _tied_norms(model: Any) -> None:
+    model.decoder.final_layernorm.weight = model.decoder.layers[1].pre_mlp_layernorm.weight
+
+
+SHARES, NORM = "linear_fc1.weight is used elsewhere too", ("linear_fc1", "pre_mlp_layernorm")
 # What is done to the second layer, under which reason how many layers stay eager, and what is said of it.
 CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
     "a parameter of another layer": (
@@ -40,6 +44,8 @@ CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
         f"a parameter of {owner}": (partial(_tied, owner=owner), "SHARED_PARAMETER", 1, (SHARES,))
         for owner in ("embedding.word_embeddings", "output_layer")
     },
+    # Bug: what the block has beside its layers was not asked for its parameters.
+    "a parameter of the final norm": (_tied_norms, "SHARED_PARAMETER", 1, (SHARES.replace(*NORM),)),
     "a capture that fails": (
         *(lambda model: rig.breaks(_mlp(model)), "CAPTURE_FAILED", 1, ("an injected failure", rig.__file__)),
     ),

@@ -357,10 +357,7 @@ class Captures:
 
     def _find_ineligible(self) -> Mapping[int, Why]:
         """Those that no graph can replace, by index: the reason, and what was found."""
-        in_sites = {module for spec in self.specs for module in spec.modules()}
-        modules = [it for layer in self.plan.layers() for it in layer.modules() if it not in in_sites]
-        children = [child for name, child in self.model.named_children() if name != "decoder"]
-        modules += [it for child in children for it in child.modules()]
+        modules = {*self.model.modules()} - {module for spec in self.specs for module in spec.modules()}
         outside = [param for module in modules for param in module.parameters(recurse=False)]
         found = ineligible_sites(
             self.specs,
