@@ -100,6 +100,21 @@ def test_a_hosts_layer_is_split_inside_of_its_own_forward(scopes: Sequence[str])
     rig.ran(report, WARMING_UP=2 * rig.LAYERS)
 
 
+class ByPack(TransformerLayer):
+    def _forward_mlp(
+        self, hidden_states: Any, *args: Any, packed_seq_params: Any = None, **given: Any
+    ) -> Any:
+        out = super()._forward_mlp(hidden_states, *args, **given)
+        return out if packed_seq_params is None else out * 2
+
+
+@pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
+def test_a_hosts_mlp_is_handed_what_the_releases_layer_hands_it(scopes: Sequence[str]) -> None:
+    """Bug: packs, which releases since 0.19 hand to it, it never got beside graphed attention, nor in one."""
+    report = as_layers(rig.Pair(plugin={"cuda_graph_modules": scopes}), ByPack, 0)
+    rig.ran(report, WARMING_UP=2 * rig.LAYERS)
+
+
 def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:
     report = as_layers(rig.Pair(plugin={"cuda_graph_modules": "attn"}), Between, 1)
     assert report["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
-from megagraph.megatron.seams import LAYER_FORWARD, called_name, is_replaced, stand_in
+from megagraph.megatron.seams import LAYER_FORWARD, MLP_FORWARD, called_name, is_replaced, stand_in
 
 __all__ = [
     *("DENSE", "MAMBA", "MLP", "LayerPart", "Run", "delaying", "experts_of", "forget_delayed"),
@@ -73,8 +73,8 @@ def _has(layer: nn.Module, child: str) -> bool:
 def _run_half(
     layer: Any, entered: Any, arguments: Mapping[str, Any], own: Callable[..., Any], **others: Any
 ) -> Any:
-    """One half of a layer; inside of its forward if that is a host's, with others in place of its halves."""
-    if not is_replaced(layer, LAYER_FORWARD):
+    """One half of a layer; inside of its forward if that or its MLP's is a host's, others in its place."""
+    if not (is_replaced(layer, LAYER_FORWARD) or is_replaced(layer, MLP_FORWARD)):
         return own()
     with stand_in(layer, **others):
         out, _context = layer.forward(hidden_states=entered, **arguments)
