@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that is called again while one of its micro-batches runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +9,8 @@ import torch
 from host_rig import frozen_model
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import gpt_model
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, ran, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, grads, ran, run_schedule, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -63,6 +64,26 @@ def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(pair: Pa
     assert torch.equal(graphed[0], eager[0])
     after = pair.report()
     assert (after["eager"], after["replays"]) == (counted["eager"], counted["replays"] + counted["layers"])
+
+
+@pytest.mark.parametrize("ddp", [{}, {"overlap_grad_reduce": True}], ids=str)
+def test_calls_that_share_a_backward_pass_leave_their_model_eager(ddp: dict[str, bool]) -> None:
+    """Bug: each graph added its part to main_grad, and told DDP of it: other bits, or an error of DDP's."""
+    pair = Pair(ddp=ddp)
+
+    def train(trainer: Any) -> dict[str, Tensor]:
+        def both(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
+            first, second = (forward(chunk, next(data), trainer.device)[0] for _ in range(2))
+            return first, lambda out: (out.mean() + second.mean(), {})
+
+        trainer.zero_grad()
+        run_schedule(trainer.model, both, [MICRO, OTHER] * 2, 2)
+        return grads(trainer.chunk)
+
+    for _ in range(3):
+        assert_same_bits(*pair.each(train))
+    report = pair.ran(0, failures=1, WARMING_UP=4 * LAYERS, SCOPE_UNSUPPORTED=2 * 4 * LAYERS)
+    assert "several of its calls in one backward pass" in report["failures"][0]
 
 
 def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(pair: Pair) -> None:

@@ -166,7 +166,8 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
         if doors.is_own is False and isinstance(batch, MicroBatch):
             doors.reached += 1
             args, kwargs = by_name(doors.names, args, kwargs)
-            return _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
+            run = functools.partial(original, block, *args)
+            return graphs.watched(batch, _one_by_one(graphs, batch, run, kwargs))
         reached, inside = doors.reached, kwargs
         if isinstance(batch, MicroBatch) and not doors.is_plain:
             args, kwargs = by_name(doors.names, args, kwargs)
@@ -187,7 +188,7 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
             entered = given.get("hidden_states")
             graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
             graphs.count_as_given(reason, entered)
-        return out
+        return graphs.watched(batch, out)
 
     return call
 
