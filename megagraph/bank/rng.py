@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "HostStreams",
@@ -28,6 +28,7 @@ __all__ = [
     "RngSources",
     "Snapshot",
     "TrackerSource",
+    "kept_streams",
     "no_tracker",
     "rewinds_of_default_generator",
 ]
@@ -212,3 +213,11 @@ class RngSources:
         pairs = [] if self._is_host_drawn else [(states[0], states_now[0])]
         pairs += [(saved[name], saved_now[name]) for name in saved.keys() & saved_now.keys()]
         return not all(torch.equal(*pair) for pair in pairs)
+
+
+def kept_streams(module: nn.Module) -> contextlib.ExitStack:
+    """Puts default streams back when it is closed, the host's too: a module is asked, and does not run."""
+    sources, afterwards = RngSources(next(module.parameters()).device), contextlib.ExitStack()
+    afterwards.callback(sources.restore, sources.snapshot())
+    afterwards.callback(HostStreams().put_back)
+    return afterwards

@@ -3,6 +3,7 @@
 
 import dataclasses
 import logging
+import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -230,6 +231,23 @@ class SometimesModel(GPTModel):
         return super().forward(*args, **kwargs)
 
     run, tables = OwnModel.run, OwnModel.tables
+
+
+class DrawingModel(OwnModel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        torch.rand(()), random.random()
+        return super().forward(*args, **kwargs)
+
+
+def test_what_a_forward_hands_on_is_asked_without_a_trace() -> None:
+    """Bug: random numbers that it draws moved on, for each capacity."""
+    left = []
+    for config in (None, rig.graph_config()):
+        torch.manual_seed(3), random.seed(3)
+        run = rig.train(config, [[FULL]] * 4, HostTrainer, model_class=DrawingModel)
+        left.append((run, random.getstate()))
+    assert left[1][0].report["replays"] > 0
+    assert_same_bits(*((run.rng, stream) for run, stream in left))
 
 
 def test_calls_that_go_another_way_are_counted_and_the_others_replay(caplog: Any) -> None:

@@ -3,19 +3,23 @@
 
 import functools
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import megatron_rig as rig
 import pytest
+import torch
 from host_rig import only
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import PADS, ExpertTrainer
+from same_bits import assert_same_bits
 from state_changes import scaled
 
 import megagraph
+from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 
@@ -113,6 +117,31 @@ def test_a_hosts_mlp_is_handed_what_the_releases_layer_hands_it(scopes: Sequence
     """Bug: packs, which releases since 0.19 hand to it, it never got beside graphed attention, nor in one."""
     report = as_layers(rig.Pair(plugin={"cuda_graph_modules": scopes}), ByPack, 0)
     rig.ran(report, WARMING_UP=2 * rig.LAYERS)
+
+
+class Drawing(TransformerLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        torch.rand(()), random.random()
+        return super().forward(*args, **kwargs)
+
+
+def test_whether_a_hosts_layer_can_be_split_is_asked_without_a_trace() -> None:
+    """Bug: what its forward draws and counts went on from there, before any graph."""
+
+    def left(config: GraphConfig | None) -> tuple[rig.Run, Any, list[int]]:
+        torch.manual_seed(3), random.seed(3)
+        layers: list[Any] = []
+
+        def prepare(chunk: Any) -> None:
+            layers.extend(chunk.decoder.layers)
+            for layer in layers:
+                layer.__class__ = Drawing
+
+        run = rig.train(config, [[rig.ONE]] * 2, prepare=prepare)
+        return run, random.getstate(), [layer.calls for layer in layers]
+
+    assert_same_bits(left(None), left(rig.graph_config(cuda_graph_modules="attn", cuda_graph_warmup_steps=5)))
 
 
 def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph._C import Constants, KeptState, MicroBatch, ReadTrace, VariantKey, are_equal, plain_tensors
+from megagraph.bank.rng import kept_streams
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, as_before, has_mla, hybrid_seams, stand_in
 
@@ -126,7 +127,7 @@ def layer_constants(
     given = {each.name: None for each in named if each.default is each.empty}
     if any(each.kind is each.VAR_KEYWORD for each in parameters):  # which may hand them on
         given |= dict.fromkeys(GPT_FORWARD.takes.split())
-    with stand_in(model, decoder=_HandsBack(model.get_submodule("decoder"))):  # found before the module
+    with kept_streams(model), stand_in(model, decoder=_HandsBack(model.get_submodule("decoder"))):
         try:
             forward(**{**given, "decoder_input": hidden_states, "packed_seq_params": params})
             raise AssertionError("the model's forward did not call its decoder")

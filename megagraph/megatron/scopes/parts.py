@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megagraph.bank.rng import kept_streams
 from megagraph.bank.sites import Outputs
-from megagraph.megatron.seams import LAYER_FORWARD, MLP_FORWARD, called_name, is_replaced, stand_in
+from megagraph.megatron.seams import LAYER_FORWARD, MLP_FORWARD, as_before, called_name, is_replaced, stand_in
 
 __all__ = [
     *("DENSE", "MAMBA", "MLP", "LayerPart", "Run", "delaying", "experts_of", "forget_delayed"),
@@ -104,7 +105,8 @@ def why_not_halved(layer: Any) -> str | None:
     nothing = dict.fromkeys(("attention_mask", "rotary_pos_emb", "packed_seq_params"))
     why = "does more than hand on what they return"
     try:
-        met.append(_run_half(layer, entered, nothing, lambda: mlp(attention(entered)[0]), **halves))
+        with kept_streams(layer), as_before(vars(layer)):
+            met.append(_run_half(layer, entered, nothing, lambda: mlp(attention(entered)[0]), **halves))
     except Exception as error:
         why = f"fails without them ({type(error).__name__}: {error})"
     if [*map(id, met)] == [id(entered), id(between), id(left)]:
