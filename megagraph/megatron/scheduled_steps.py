@@ -99,11 +99,13 @@ class ScheduledSteps:
 
     def __next__(self) -> list[MicroBatch]:
         try:
-            documents = next(self._documents, None)
+            given = next(self._documents, None)
+            documents = None if given is None else [*given]
+            contents = self._contents_of(documents)
         except Exception as error:  # the others wait to hear of it
             self._gather(_Contents(self._limits.as_dict(), error=f"{type(error).__name__}: {error}"))
             raise
-        every = self._gather(self._contents_of(documents))
+        every = self._gather(contents)
         over = [rank for rank, contents in enumerate(every) if contents.is_over]
         if len(over) == len(every):
             raise StopIteration

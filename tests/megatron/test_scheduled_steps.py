@@ -142,6 +142,19 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         next(steps)
 
 
+@on_ranks(2)
+def test_documents_of_no_tensors_are_an_error_on_every_rank_and_an_iterator_of_them_is_dealt() -> None:
+    """Bugs: a list of numbers raised on its rank, an iterator once it was dealt, and the other one waited."""
+    rank, groups = distributed.get_rank(), groups_of((1, 2))
+    limits = ScheduleLimits(ranks=2, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
+    good = on_device([document(0, 5)])
+    steps: Any = [iter(good), [{"tokens": [1, 2]}] if rank else good]
+    dealt = ScheduledSteps(steps, limits=limits, groups=groups, config=CONFIG, device=device())
+    assert [batch.tensors["tokens"].numel() for batch in next(dealt)] == [5]
+    with pytest.raises(ValueError, match=r"^rank 1: AttributeError: 'list' object has no attribute 'dtype'$"):
+        next(dealt)
+
+
 @pytest.mark.parametrize(
     "per_token, sizes, message",
     [
