@@ -205,8 +205,11 @@ def _is_standard_output(path: Path) -> bool:
 
 
 def is_replaced_by(path: Path) -> bool:
-    """Whether `write_report()` puts a new file in the place of this path, and writes into nothing."""
-    return not _is_standard_output(path) and _file_behind(path) is not None
+    """Whether `write_report()` can put a new file in the place of this path, and writes into nothing."""
+    try:
+        return not _is_standard_output(path) and _file_behind(path) is not None
+    except OSError:  # its folder is none any more
+        return False
 
 
 def path_of_report(path: Path, stage: int = 0) -> Path | None:

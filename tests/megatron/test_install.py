@@ -4,6 +4,7 @@
 import gc
 import importlib.util
 import inspect
+import io
 import json
 import os
 import sys
@@ -216,6 +217,23 @@ def test_a_report_is_left_once_an_interval_and_by_name_of_its_process(
             assert model["replays"] == expected * rig.LAYERS
     megagraph.uninstall()
     assert read_report(path)[0]["replays"] == 3 * rig.LAYERS
+
+
+@pytest.mark.parametrize("target", ["out/run.json", "-"])
+def test_no_step_fails_for_a_report_that_cannot_be_written_any_more(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bugs: a step raised whose report had a file for a folder, and `uninstall()` with a closed stdout."""
+    monkeypatch.chdir(tmp_path)
+    megagraph.install(rig.graph_config(report=target, log_interval=1))
+    trainer = Trainer(rig.OPTIONS)
+    (tmp_path / "out").touch()
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    rig.step(trainer, [rig.ONE], times=2)
+    megagraph.uninstall()
+    assert json.loads(capsys.readouterr().err)["steps"] == 2
 
 
 def test_the_example_for_tensorboard_writes_what_each_model_did_in_the_interval(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def _write_report(plugin: Plugin, first: Path | None, *, is_over: bool = True) -
     more |= {"leases": leases} if leases else {}
     try:
         write_report(reports, path, **more)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter of a standard output that is closed
         if is_over:
             log.error("the report could not be written to %s (%s); it follows", path, error)
             sys.stderr.write(report_text(reports, **more))
