@@ -175,6 +175,24 @@ def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
     assert _held() == before
 
 
+def test_steps_behind_uninstall_leave_the_report_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a schedule that somebody had wrapped went on to write, and left a report of no models."""
+    (schedule, *_others), path = seams.SCHEDULES, tmp_path / "run.json"
+    with monkeypatch.context() as theirs:
+        theirs.setattr(schedule.owner(), schedule.name, schedule.function())
+        megagraph.install(rig.graph_config(report=path, log_interval=1))
+        covered = partial(schedule.function())
+        setattr(schedule.owner(), schedule.name, covered)
+        trainer = Trainer(rig.OPTIONS)
+        rig.step(trainer, [rig.ONE], times=3)
+        megagraph.uninstall()
+        before = path.read_text()
+        rig.step(trainer, [rig.ONE])
+    assert path.read_text() == before and len(read_report(path)) == 1
+
+
 def test_mode_off_patches_nothing_and_without_options_the_environment_decides(monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "off")
     before, off = _held(), partial(megagraph.install, rig.graph_config(mode="off"))
