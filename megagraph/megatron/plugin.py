@@ -71,6 +71,8 @@ class Plugin:
         # That was made last in the step of a micro-batch: patch/overlap.py.
         self.last_pack: weakref.ref[Any] | None = None
         self.step_graphs: set[GraphedModel] = set()  # of the models whose step it is
+        # Both of each schedule that runs: those of two threads need not end in turn.
+        self._steps: list[tuple[Sequence[nn.Module], set[GraphedModel]]] = []
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._around: weakref.WeakKeyDictionary[nn.Module, GraphedModel] = weakref.WeakKeyDictionary()
         self._outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # since a step began
@@ -173,16 +175,16 @@ class Plugin:
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
-            outer = self.step_models, self.step_graphs
             self.retire()
-            inside = self._graphs_inside(models)
-            self.step_models, self.step_graphs = models, set(inside)
+            inside, is_outer = self._graphs_inside(models), not self._steps
+            self._steps.append(own := (models, set(inside)))
+            self.step_models, self.step_graphs = own
             try:
                 for graphs in inside:
                     with about(graphs.name):
                         graphs.look_around(models, kwargs.get("seq_length") or 0)
                         graphs.at_step_boundary()
-                is_measured = inside and not outer[0] and not kwargs.get("forward_only", False)
+                is_measured = inside and is_outer and not kwargs.get("forward_only", False)
                 may_replay = not _C.is_skipped() and any(graphs.may_replay_training for graphs in inside)
                 kind = "graphed" if may_replay else "eager"  # for the most part
                 with self.clock.step(kind if is_measured else None), contextlib.ExitStack() as outside:
@@ -206,7 +208,8 @@ class Plugin:
                     graphs.break_step()
                 raise
             finally:
-                self.step_models, self.step_graphs = outer
+                self._steps.remove(own)
+                self.step_models, self.step_graphs = self._steps[-1] if self._steps else ((), set())
 
         return forward_backward
 

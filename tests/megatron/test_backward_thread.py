@@ -104,6 +104,29 @@ def test_graphs_are_off_on_the_thread_that_asked_and_in_its_backward_passes(inst
     assert is_off == [True, True, False, False]
 
 
+def test_schedules_of_two_threads_need_not_end_in_turn(install: rig.Install) -> None:
+    """Bug: the models of the one that ended first were in a step for good, so that calls of theirs never had
+    graphs, and were kept in memory."""
+    install()
+    trainers, others = [Trainer(rig.OPTIONS) for _ in range(2)], [threading.Event() for _ in range(2)]
+
+    def evaluate(own: int) -> None:
+        def forward_step(data: Any, chunk: Any) -> Any:
+            others[own].set()  # the other one begins, or ends
+            assert own or others[1].wait(60)
+            return rig.forward(chunk, next(data), trainers[own].device)
+
+        with torch.no_grad():
+            rig.run_schedule(trainers[own].model, forward_step, [rig.ONE], 1, forward_only=True)
+
+    plugin, entered = rig.the_plugin(), threading.Thread(target=evaluate, args=(0,))
+    entered.start()
+    assert others[0].wait(60)
+    trainers[1].chunk.register_forward_hook(lambda *_args: entered.join())
+    evaluate(1)
+    assert plugin.step_models == () and plugin.step_graphs == set()
+
+
 @pytest.mark.parametrize("how", ["skipped", "suspended", "mode eager", "refused"])
 def test_a_step_without_graphs_is_left_alone(install: rig.Install, how: str) -> None:
     install(mode="eager" if how == "mode eager" else "graph")
