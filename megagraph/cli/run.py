@@ -2,6 +2,7 @@
 """`megagraph run SCRIPT [ARGS]`: a user's training script, unchanged, with the plugin installed."""
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -69,8 +70,6 @@ def _run(options: argparse.Namespace, config: GraphConfig) -> int:
 
 def _end(config: GraphConfig, ended_by: str) -> None:
     plugin, reports = installed_plugin(), megagraph.reports()
-    if reports and rank() == 0:
-        Screen(stderr=True).print(report_table(reports))
     megagraph.uninstall()
     if rank() == 0:
         why = "mode is off" if config.mode == "off" else "the script has called uninstall()"
@@ -78,8 +77,11 @@ def _end(config: GraphConfig, ended_by: str) -> None:
         if ended_by and plugin is not None and not reports:
             said = f"nothing replayed: {ended_by} ended the script before a model ran"
         times = "" if plugin is None else saved(plugin.clock.report())
-        for line in filter(None, (times, said)):
-            Screen(stderr=True).print(f"megagraph: {line}", markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # nobody reads it, and the script's own exit code comes through
+            if reports:
+                Screen(stderr=True).print(report_table(reports))
+            for line in filter(None, (times, said)):
+                Screen(stderr=True).print(f"megagraph: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def saved(times: Mapping[str, Any]) -> str:

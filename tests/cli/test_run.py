@@ -168,6 +168,21 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
 
 
 @pytest.mark.megatron
+def test_a_script_ends_as_ever_if_nobody_reads_what_is_said_of_it(
+    files: Files, monkeypatch: MonkeyPatch
+) -> None:
+    """Bug: with a full disk, or a reader gone, behind standard error any exit code became 1."""
+
+    def gone(_text: str) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys.stderr, "write", gone)
+    with pytest.raises(SystemExit, match="7"):
+        run(files.script("import sys; sys.exit(7)"))
+    assert run(files.script("pass")) == 0
+
+
+@pytest.mark.megatron
 @pytest.mark.parametrize("command", ["doctor", "advise"])
 @pytest.mark.parametrize("code", ["cannot find the data set", 3])
 def test_of_a_script_that_gives_up_doctor_and_advise_say_that_and_nothing_else(
