@@ -97,6 +97,18 @@ _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "capture_seconds": ("a number", _is_number),
     "padding_share": ("a number or null", lambda value: value is None or _is_number(value)),
 }
+_TEXTS = ("a list of strings", lambda it: isinstance(it, list) and all(type(each) is str for each in it))
+# The same of keys that may be missing.
+_FURTHER: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("failures", "cuda_graph_modules"), _TEXTS),
+    "slots": ("a count", _is_count),
+    "most_needed": ("tokens and num_seqs, or null", lambda it: it is None or _is_capacity(it)),
+    "cp_sizes": (
+        "counts by size",
+        lambda it: isinstance(it, dict) and all(_EXPECTED["eager"][1](each) for each in it.values()),
+    ),
+    "verification": ("an object", lambda it: isinstance(it, dict)),
+}
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
@@ -160,8 +172,8 @@ def _read(path: Path) -> dict[str, Any]:
         where = f"{path}: models[{index}]"
         if missing := [key for key in _EXPECTED if not isinstance(model, dict) or key not in model]:
             raise ValueError(f"{where}: expected the keys {', '.join(_EXPECTED)}, no {missing[0]}")
-        for key, (expected, is_right) in _EXPECTED.items():
-            if not is_right(model[key]):
+        for key, (expected, is_right) in {**_EXPECTED, **_FURTHER}.items():
+            if key in model and not is_right(model[key]):
                 raise ValueError(f"{where}.{key}: expected {expected}, got {model[key]!r}")
     return document
 
