@@ -202,6 +202,10 @@ class GraphBank(metaclass=_pybind11_type):
     def take_finish(self) -> Finish | None:
         """What will finish the backward of the site that replayed last in a running micro-batch, or None."""
 
+    def watch_backward(self, output: Tensor) -> None: ...
+    def has_met_shared_backward(self) -> bool:
+        """Whether one backward made gradients of several micro-batches, of which one had a main_grad."""
+
     def take_unfinished(self) -> str:
         """In words: backwards that were never finished, as begin() would say, or are not yet; or nothing."""
 

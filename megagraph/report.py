@@ -144,10 +144,10 @@ def check_target(option: str, path: Path | None) -> None:
     path = None if path is None else path_of_report(path)
     if path is None or _is_standard_output(path):
         return
-    if path.is_dir():
-        raise ValueError(f"{option}: expected a file, {path} is a folder")
     place = path
     try:
+        if path.is_dir():
+            raise ValueError(f"{option}: expected a file, {path} is a folder")
         if (target := _file_behind(path)) is not None:
             place = next(parent for parent in target.parents if parent.exists())
             tempfile.TemporaryFile(dir=place).close()

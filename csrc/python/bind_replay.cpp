@@ -242,6 +242,8 @@ void bind_graph_bank(py::module_& m) {
       .def("end", &GraphBank::end)
       .def("take_finish", &GraphBank::take_finish)
       .def("take_unfinished", &GraphBank::take_unfinished)
+      .def("watch_backward", &GraphBank::watch_backward, py::arg("output"))
+      .def("has_met_shared_backward", &GraphBank::has_met_shared_backward)
       .def("all_free", &GraphBank::all_free)
       .def("holders", &GraphBank::describe_holders)
       .def("have_borrowed_moved", &GraphBank::have_borrowed_moved)

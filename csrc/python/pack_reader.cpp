@@ -96,8 +96,11 @@ std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, in
   if (!format.is(fields().thd) && !format.equal(fields().thd)) return std::nullopt;
   const py::object offsets = attribute(params, fields().q);
   if (offsets.is_none()) return std::nullopt;
+  const py::object padded = attribute(params, fields().q_padded);
+  // Physical documents may be more: of padding alone.
+  const int64_t entries = std::max(numel(offsets), is_tensor(padded.ptr()) ? numel(padded) : 0);
   const int64_t longest = longest_document(params).value_or(tokens * cp_size);
-  return PackShape{tokens, numel(offsets) - 1 + extra_seqs, std::max<int64_t>(longest, 1), cp_size};
+  return PackShape{tokens, entries - 1 + extra_seqs, std::max<int64_t>(longest, 1), cp_size};
 }
 
 std::optional<PackForm> pack_form(const py::handle& params, std::optional<c10::Device> device) {

@@ -67,7 +67,8 @@ inline bool is_partial_backward() {
   return wanted != nullptr && !wanted->empty();
 }
 
-// Whether a backward runs on this thread.
-inline bool is_in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+// The number of the backward that runs on this thread, which no other one has; -1 for none.
+inline int backward_number() { return torch::autograd::get_current_graph_task_id(); }
+inline bool is_in_backward() { return backward_number() != -1; }
 
 }  // namespace megagraph

@@ -54,6 +54,7 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
             raise ValueError(f"--report: expected this or a script, got both: {options.script}")
         if not options.report.is_file():
             raise ValueError(f"--report: expected the file of a report, {options.report} is no file")
+        check_json(options.json, options.report)
         return partial(_explain, options.json, read_report(options.report))
     if options.script is None:
         if options.is_module:
@@ -161,7 +162,7 @@ def _explain(json: Path | None, reports: Sequence[Mapping[str, Any]]) -> int:
             "model": report["model"],
             "reason": reason,
             "calls": count,
-            "share": count / report["calls"],
+            "share": count / max(report["calls"], count, 1),
             "remedy": remedy_of(reason, [report]),
         }
         for report in reports

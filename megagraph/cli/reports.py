@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from megagraph.cli.ends import Screen, add_json, write_json
+from megagraph.cli.ends import Screen, add_json, check_json, write_json
 from megagraph.reasons import verdict
-from megagraph.report import FORMAT, ModelReport, check_target, path_of_stage
+from megagraph.report import FORMAT, ModelReport, path_of_stage
 
 __all__ = ["Lease", "add_parser", "draw_timeline", "read_leases", "read_report", "report_table"]
 
@@ -42,7 +42,7 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
         draw_timeline(read_leases(options.file), options.timeline)
         shown = f"wrote {options.timeline}"
     elif options.json is not None:
-        check_target("--json", options.json)
+        check_json(options.json, options.file)
         return partial(write_json, "report", options.json, reports, verdict=verdict(reports))
     return partial(_show, shown, verdict(reports))
 

@@ -71,6 +71,7 @@ advise --steps {big} script.py -> --steps: expected at most 100000, got {big}
 advise --json script.py other.py -> --json: expected a file for the JSON, got script.py; for none write
 advise --set mode=fast script.py -> --set: mode: expected one of graph, eager, off, got 'fast'
 config --schema --markdown -> argument --markdown: not allowed with argument --schema
+report full.json --json full.json -> --json: expected another file than the report that is read
 report gone.json -> expected the file of a report, gone.json is no file
 report folder -> expected the file of a report, folder is no file
 report deep.json -> deep.json: expected JSON,
@@ -118,7 +119,7 @@ def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "folder").mkdir()
     files = {
         **{"text.txt": b"some text", "bytes": b"\xff\xfe", "empty.jsonl": b"", "list.json": b"[]"},
-        "deep.json": b"[" * 100_000,
+        **{"deep.json": b"[" * 100_000, "full.json": b'{"format": 2, "models": []}'},
         **{"long.jsonl": b'{"length": 600}\n', "short.jsonl": b'{"length": 9}\n{"length": 1}\n'},
         **{"script.py": b"open('it-ran', 'w')\n", "report.json": b"an older report"},
     }

@@ -132,6 +132,23 @@ def test_a_pack_of_a_class_that_wants_more_runs_as_it_was_given(pair: rig.Pair) 
     assert rig.eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
 
 
+@pytest.mark.parametrize(("more", "reason"), [(2, None), (6, "TOO_MANY_SEQUENCES")])
+def test_padded_offsets_may_have_more_documents_than_actual_ones(
+    more: int, reason: str | None, pair: rig.Pair
+) -> None:
+    """Bug: they were counted by the actual ones, and more than the capacity's were an error."""
+
+    def longer(made: Any) -> Any:
+        padded = torch.cat([made.cu_seqlens_q_padded, made.cu_seqlens_q_padded[-1:].repeat(more)])
+        return dataclasses.replace(made, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+
+    micro = rig.Micro(lengths=(3, 5), padded=(4, 8), pack=longer)
+    pair.step(micro, rig.ONE, times=4)
+    before = pair.report()
+    pair.step(micro, rig.ONE)
+    assert rig.eager_since(pair.report(), before) == ({} if reason is None else {reason: rig.LAYERS})
+
+
 @pytest.mark.parametrize("is_field", [False, True])
 def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(
     is_field: bool, monkeypatch: pytest.MonkeyPatch

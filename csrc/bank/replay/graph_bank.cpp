@@ -10,6 +10,7 @@
 #include "csrc/bank/replay/finish.h"
 #include "csrc/bank/replay/launch.h"
 #include "csrc/torch/attempt.h"
+#include "csrc/torch/nodes.h"
 #include "csrc/torch/thread_state.h"
 
 #ifdef MEGAGRAPH_WITH_CUDA
@@ -290,6 +291,13 @@ void GraphBank::end() {
   metadata_pending_ = false;
   finish_ = nullptr;
   std::exchange(current_, nullptr)->end_micro_batch();
+}
+
+void GraphBank::watch_backward(const at::Tensor& output) {
+  if (!output.requires_grad()) return;
+  output.register_hook([status = status_, number = -++watched_](const at::Tensor&) {
+    status->shared_backwards.note(backward_number(), number);
+  });
 }
 
 std::string GraphBank::take_unfinished() {

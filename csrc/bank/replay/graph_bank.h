@@ -153,6 +153,10 @@ class GraphBank {
   std::optional<EagerReason> begin(int variant, std::vector<at::Tensor> sources,
                                    bool look_at_grads);
   void end();
+  // The output of a micro-batch that ran eager, with a main_grad for its gradients: notes which
+  // backward makes these.
+  void watch_backward(const at::Tensor& output);
+  bool has_met_shared_backward() const { return status_->shared_backwards.has_met_one(); }
   // The slot that shares memory with another one; null if none does.
   std::shared_ptr<Slot> facing(int slot) const {
     return facing_.empty() ? nullptr : slots_.slots()[1 - slot];
@@ -229,7 +233,8 @@ class GraphBank {
   const Facing facing_;
   const bool poison_;
   const RunEagerAlike run_eager_alike_;
-  int64_t number_ = 0;  // of the micro-batch
+  int64_t number_ = 0;   // of the micro-batch
+  int64_t watched_ = 0;  // eager ones
   std::function<bool()> guard_;
 
   std::vector<std::vector<std::shared_ptr<const VariantGraphs>>> graphs_;  // [variant][slot]

@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -198,6 +199,11 @@ variable_list ReplayNode::apply(variable_list&& grads) {
               " out of order: a later site's backward is still to come or to be finished (",
               slot_->describe_holders(), "), so its saved tensors may be overwritten");
   pending_ = false;
+  const auto accumulates = [](const auto& graph) { return !graph->accumulated.empty(); };
+  if (std::any_of(graphs_->sites.begin() + first_, graphs_->sites.begin() + last_ + 1,
+                  accumulates)) {
+    status_->shared_backwards.note(backward_number(), slot_->index());
+  }
   struct Done {
     Slot& slot;
     int first, last;

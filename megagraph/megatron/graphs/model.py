@@ -101,7 +101,6 @@ class GraphedModel:
         # What a forward of it runs, padded or as given; None around one that is not the plugin's.
         self.running: MicroBatch | EagerReason | None = None
         self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
-        self._last_backward = -1  # torch's number of the pass in which an eager call had its gradient
         self._training_steps, self._has_told_of_misfits = 0, False
         self._last_counters: dict[str, int] = {}  # in the log
 
@@ -253,18 +252,11 @@ class GraphedModel:
         self.unlearned = None
         self.dispatcher.count_eager(reason)
 
-    def watched(self, batch: MicroBatch | EagerReason, out: Any) -> Any:
-        """The block's output; of a call that runs eager the model is refused if it shares its backward."""
-        ran_eager = isinstance(batch, EagerReason) or batch.reason is not None
-        if ran_eager and self.captures.ddp() is not None and isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(self._note_backward)
-        return out
-
-    def _note_backward(self, _grad: Tensor) -> None:
-        # Eager adds up what calls give a parameter before it adds to main_grad; each graph adds its own.
-        before, self._last_backward = self._last_backward, torch._C._current_graph_task_id()
-        if self._last_backward == before:
-            self.entries.fail("several of its calls in one backward pass are not supported yet")
+    def watch_backward(self, out: Any) -> None:
+        """Of an eager call, which returns `out` of its block: others may share it."""
+        captures = self.captures
+        if isinstance(out, Tensor) and captures.ddp() is not None:
+            captures.bank.watch_backward(out)
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> int | None:
         """Leases a slot for a micro-batch and returns the variant whose graphs replay it; None runs it eager.
@@ -373,6 +365,9 @@ class GraphedModel:
         token = subject.set(self.name)  # `about()`, without its calls: this is paid in each bare call
         try:
             entries = self.entries
+            bank = self.captures.bank
+            if bank.has_met_shared_backward():
+                entries.fail("several of its calls in one backward pass are not supported yet")
             if entries.news or not entries.are_settled or self.peers.size > 1:
                 self._settle_entries()
             if captures and self.context.is_dynamic:
@@ -395,7 +390,7 @@ class GraphedModel:
                 return
             if self.verifier.pending and not self.captures.is_still_right():
                 return
-            dispatcher, bank = self.dispatcher, self.captures.bank
+            dispatcher, bank = self.dispatcher, self.captures.bank  # another one if graphs were dropped
             # Somebody's hooks of saved tensors, or modes, would be part of the capture, or look into it.
             is_alone = bank.reason_before_step(training=True, look_at_grads=False) is None
             is_alone = is_alone and not torch.is_anomaly_enabled()

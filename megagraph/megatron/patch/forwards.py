@@ -166,8 +166,10 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
         if doors.is_own is False and isinstance(batch, MicroBatch):
             doors.reached += 1
             args, kwargs = by_name(doors.names, args, kwargs)
-            run = functools.partial(original, block, *args)
-            return graphs.watched(batch, _one_by_one(graphs, batch, run, kwargs))
+            out = _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
+            if batch.reason is not None:
+                graphs.watch_backward(out)
+            return out
         reached, inside = doors.reached, kwargs
         if isinstance(batch, MicroBatch) and not doors.is_plain:
             args, kwargs = by_name(doors.names, args, kwargs)
@@ -188,7 +190,9 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
             entered = given.get("hidden_states")
             graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
             graphs.count_as_given(reason, entered)
-        return graphs.watched(batch, out)
+        if isinstance(batch, EagerReason) or batch.reason is not None:
+            graphs.watch_backward(out)  # an eager one's
+        return out
 
     return call
 
