@@ -122,9 +122,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what has been imported out of the collections before each capture, which it makes long."""
+    """Takes what has been imported out of the collections before each capture, which it makes long. Others
+    come less often: a step makes thousands of objects, and hardly any in cycles."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 # What megatron-core says of its own options when a config is made, in the folders whose tests make

@@ -446,7 +446,7 @@ def train(
     make: Make = ModelTrainer,  # makes the trainer
     *,
     eager: bool = False,  # switch graphs off in every step
-    evaluate_at: Collection[int] = (),  # the steps before which the first one's packs are evaluated
+    evaluate_at: Collection[int] = (),  # the steps of which some packs are evaluated before
     around: Around = lambda trainer, index: nullcontext(),  # entered around each step
     **given: Any,  # to `make`
 ) -> Run:
@@ -459,7 +459,7 @@ def train(
         trainer = make(**given)
         for index, micros in enumerate(steps):
             if index in evaluate_at:
-                run.evaluated += evaluate(trainer, steps[0], eager=eager)
+                run.evaluated += evaluate(trainer, micros[: len(steps[0])], eager=eager)
             with around(trainer, index):
                 run.steps.append(step(trainer, micros, eager=eager))
             if plugin is not None and plugin.mode != "off":

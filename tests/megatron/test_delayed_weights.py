@@ -24,14 +24,16 @@ from overlap_rig import (
     raising,
     steps_of,
     train,
+    train_eager,
 )
 from same_bits import assert_same_bits
 from test_overlap_alone import engines
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
-STEPS = 7
-BREAKS = 6  # the step that raises
+STEPS = 7 if rig.ON_GPU else 5
+BREAKS = 2  # the step that raises
+HOOKED = 3  # the first step with a hook
 HOW = ["unfused", "fused"]
 SHARED = moe_rig.CASES["shared experts"]
 REDUCES = {"overlap_grad_reduce": True, "bucket_size": 4000}
@@ -44,7 +46,7 @@ def test_weights_whose_gradients_come_later_have_the_bits_of_others(
     delays: str, ddp: dict[str, Any], engine: bool, deterministic_engine: None
 ) -> None:
     steps = steps_of(STEPS, masks=True)
-    at_once = train(steps, "eager", delays=f"{delays} at once", engine=engine, ddp=ddp)
+    at_once = train_eager(steps, delays=f"{delays} at once", engine=engine)
     for mode in ("eager", "graph"):
         later = train(steps, mode, delays=delays, engine=engine, ddp=ddp)
         assert_same_bits(at_once, later, mode)
@@ -55,7 +57,7 @@ def test_weights_whose_gradients_come_later_have_the_bits_of_others(
 def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ...]) -> None:
     """What shared experts and attention leave, of which one may be eager; a dense layer's MLP always is."""
     for kinds in ("EE", "-E"):
-        compare(steps_of(5, fills=False), scopes, kinds=kinds, delays="unfused", **SHARED)
+        compare(steps_of(4, fills=False), scopes, kinds=kinds, delays="unfused", **SHARED)
 
 
 @engines
@@ -100,7 +102,7 @@ def test_a_step_that_raises_before_all_is_finished_leaves_the_next_one_right(num
         rig.metrics()
 
     graphed = train(steps, "graph", delays="unfused", around=rig.at(BREAKS, breaking))
-    assert_same_bits(train([*steps[:BREAKS], *steps[BREAKS + 1 :]], "eager", delays="unfused"), graphed)
+    assert_same_bits(train_eager([*steps[:BREAKS], *steps[BREAKS + 1 :]], delays="unfused"), graphed)
     rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS)
 
 
@@ -125,11 +127,11 @@ def test_a_hook_of_somebody_elses_on_what_comes_late_keeps_its_layer_eager() -> 
         first.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(0))
 
     calls: list[int] = []
-    steps, around = steps_of(STEPS), rig.at(4, hooked)
+    steps, around = steps_of(STEPS), rig.at(HOOKED, hooked)
     graphed = train(steps, "graph", delays="unfused", around=around)
     of_graphs, calls = calls, []
     assert_same_bits(train(steps, "eager", delays="unfused", around=around), graphed)
-    assert len(of_graphs) == len(calls) == sum(map(len, steps[4:]))
+    assert len(of_graphs) == len(calls) == sum(map(len, steps[HOOKED:]))
     assert set(graphed.report["eager"]) == {"WARMING_UP", "STATE_CHANGED", "FOREIGN_HOOK"}
 
 
