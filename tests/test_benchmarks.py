@@ -187,6 +187,7 @@ def test_a_process_answers_what_its_part_does_or_why_not(tmp_path: Path, monkeyp
     further = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{further}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where others use it, each takes half a minute to begin
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # nobody need import the compiler
     program = "from functools import partial\ndef measure(how):\n"
     program += "    print('{not json}')\n    print('{\"a\": 1}', flush=True)\n"
     program += "    if how == 'exit': raise SystemExit('gone')\n    return {'b': 2}\n"

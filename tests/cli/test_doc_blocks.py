@@ -122,8 +122,9 @@ def run_page(path: Path, folder: Path) -> None:
 def elsewhere() -> Iterator[Executor]:
     """A process on the CPU."""
     left = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
+    left |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "TORCHDYNAMO_DISABLE": "1"}
     with (
-        mock.patch.dict(os.environ, left | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}, clear=True),
+        mock.patch.dict(os.environ, left, clear=True),
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes,
     ):
         processes.submit(int).result()  # begins under these variables

@@ -3,7 +3,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -446,7 +446,7 @@ def train(
     make: Make = ModelTrainer,  # makes the trainer
     *,
     eager: bool = False,  # switch graphs off in every step
-    evaluate_at: Collection[int] = (),  # the steps of which some packs are evaluated before
+    evaluate_at: Collection[int] | Mapping[int, Sequence[Micro]] = (),  # what, or the first step's packs
     around: Around = lambda trainer, index: nullcontext(),  # entered around each step
     **given: Any,  # to `make`
 ) -> Run:
@@ -459,7 +459,8 @@ def train(
         trainer = make(**given)
         for index, micros in enumerate(steps):
             if index in evaluate_at:
-                run.evaluated += evaluate(trainer, micros[: len(steps[0])], eager=eager)
+                packs = evaluate_at[index] if isinstance(evaluate_at, Mapping) else steps[0]
+                run.evaluated += evaluate(trainer, packs, eager=eager)
             with around(trainer, index):
                 run.steps.append(step(trainer, micros, eager=eager))
             if plugin is not None and plugin.mode != "off":

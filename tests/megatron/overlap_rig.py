@@ -203,7 +203,10 @@ def train_eager(steps: Sequence[Sequence[Micro]], **given: Any) -> Run:
     """Trains in mode `eager`, once for all that compare with the same."""
     of = repr((steps, given))
     if of not in _eager:
-        _eager[of] = train(steps, "eager", **given), given  # alive, so that no other object is called the same
+        _eager[of] = (
+            train(steps, "eager", **given),
+            given,
+        )  # alive, so that no other object is called the same
     return _eager[of][0]
 
 

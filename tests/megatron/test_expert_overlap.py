@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that train under expert-parallel overlap: known, counted, with the bits of training without it."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ import parallel_jobs
 import pytest
 import torch
 from context_jobs import SharedMicro
-from megatron_rig import Micro
+from megatron_rig import Micro, Run
 from moe_rig import ExpertTrainer
 from overlap_rig import CALLS, COUNTS, OverlapTrainer
 from same_bits import assert_same_bits
@@ -45,6 +46,19 @@ def steps_of(rank: int, number: int) -> list[list[Micro]]:
     return steps
 
 
+EXPERTS_OF_ALL = {"expert_model_parallel_size": 2}
+train = partial(rig.train, make=seeded(OverlapTrainer), evaluate_at=(1, 2, 3), **EXPERTS_OF_ALL)
+
+
+@functools.cache
+def trained_eager(rank: int, number: int, engine: bool) -> tuple[list[list[Micro]], Run]:
+    """Steps, and training on them in mode `eager` with overlap, which has the bits of that without."""
+    steps, config = steps_of(rank, number), rig.graph_config(mode="eager")
+    without, eager = (train(config, steps, engine=engine, **{OVERLAP: it}) for it in (False, True))
+    assert_same_bits(without, eager)
+    return steps, eager
+
+
 @pytest.mark.parametrize("number", [4, pytest.param(100, marks=[pytest.mark.gpu, pytest.mark.soak])])
 @engines
 @pytest.mark.parametrize("scopes", SCOPES, ids="+".join)
@@ -54,16 +68,11 @@ def test_training_with_overlap_has_the_bits_of_training_without(
     scopes: tuple[str, ...], engine: bool, number: int
 ) -> None:
     """Bugs: such a model was in no report, and Megatron's nodes route rows that its mask names."""
-    rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
-    make_groups(**sizes)
-    steps = steps_of(rank, number)
-    given = {"steps": steps, "make": seeded(OverlapTrainer), "evaluate_at": (1, 2, 3), "engine": engine}
-    train = partial(rig.train, **given, **sizes)
-    config, overlap = partial(rig.graph_config, cuda_graph_modules=scopes), {OVERLAP: True}
-    without = train(config(mode="eager"))
-    eager = train(config(mode="eager"), **overlap)
-    assert_same_bits(without, eager)
-    graphed = train(config(), **overlap)
+    rank = distributed.get_rank()
+    make_groups(**EXPERTS_OF_ALL)
+    steps, eager = trained_eager(rank, number, engine)
+    config = rig.graph_config(cuda_graph_modules=scopes)
+    graphed = train(config, steps, engine=engine, **{OVERLAP: True})
     assert_same_bits(eager, graphed)
     are_misfits = sum(micro.lengths == parallel_jobs.MISFIT for micros in steps for micro in micros)
     misfits = {"TOO_MANY_SEQUENCES": are_misfits * CALLS} if rank == 1 else {}

@@ -315,6 +315,7 @@ for module in pkgutil.walk_packages(megagraph.__path__, "megagraph."):
 bad = [name for name in sys.modules if name.split(".")[0] in ("megatron", "transformer_engine")]
 assert "megagraph.megatron.patch.installation" in sys.modules and not bad, bad
 reports = os.path.abspath("reports")
+import megatron.core  # once for both
 child = os.fork()  # one of the two scripts ends before the other, which then has nowhere to write
 megagraph.install(megagraph.GraphConfig(report="reports/r.json"))
 os.chdir("/")

@@ -212,7 +212,8 @@ def check(row: Row) -> None:
     warm_up = 2 if "moe_input_jitter_eps" in row.given else 1  # whose first call makes a distribution
     steps = [first[:warm_up], *(micros[:PACKS] for micros in others)]
     plugin, replayed = {"cuda_graph_modules": row.scopes}, PACKS * (STEPS - 1) + warm_up
-    run = compare_runs(steps, row.make, plugin, shared=EAGER, evaluate_at=(1, STEPS - 1), **row.given)
+    evaluate_at = {step: steps[step][:warm_up] for step in (1, STEPS - 1)}
+    run = compare_runs(steps, row.make, plugin, shared=EAGER, evaluate_at=evaluate_at, **row.given)
     # Graphs are forwards and backwards for training, forwards for evaluation.
     figures = {"layers": row.sites, "graphs": 3 * row.sites, "verified": 2, "unverified": 0}
     ran(run.report, replayed * row.sites, **figures, WARMING_UP=2 * warm_up * row.sites)
