@@ -23,6 +23,7 @@ _OF_TORCH = (
     *("tensor", "triu", "zeros", "zeros_like"),
 )
 _OF_TENSORS = ("new_empty", "new_zeros")
+_NAMES = str, torch.device  # of devices
 
 
 class _HostStream:
@@ -42,7 +43,7 @@ class _HostStream:
 
 
 def _is_cuda(value: Any) -> bool:
-    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return isinstance(value, _NAMES) and str(value).startswith("cuda")
 
 
 def _cuda_means_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

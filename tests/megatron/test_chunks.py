@@ -37,13 +37,13 @@ def sites(pair: rig.Pair) -> list[str]:
 
 
 def test_all_layers_have_one_graph_for_each_pass(pair: rig.Pair) -> None:
-    pair.step(rig.ONE, rig.TWO, FULL, times=4)
+    pair.step(rig.ONE, rig.TWO, FULL, times=3)
     pair.evaluate(rig.ONE, FULL)
     pair.evaluate(rig.TWO, rig.ONE)
     assert sites(pair) == ["layers 0 to 5"]
     # Calls are those of layers, also where one graph makes them.
     figures = {"layers": LAYERS, "sites": 1, "graphs": 3, "verified": 2}
-    pair.ran((3 * 3 + 2) * LAYERS, **figures, WARMING_UP=(3 + 2) * LAYERS)
+    pair.ran((2 * 3 + 2) * LAYERS, **figures, WARMING_UP=(3 + 2) * LAYERS)
 
 
 def _layer(pair: rig.Pair, index: int) -> Any:
@@ -72,9 +72,9 @@ def test_a_layer_at_fault_is_named_and_cut_out(
 ) -> None:
     for index, reason in at_fault.items():
         FAULTS[reason](_layer(pair, index).mlp)
-    pair.step(rig.ONE, rig.TWO, times=4)
+    pair.step(rig.ONE, rig.TWO, times=3)
     assert sites(pair) == joined
-    eager, replays = dict.fromkeys(at_fault.values(), 3 * 2), 3 * 2 * (LAYERS - len(at_fault))
+    eager, replays = dict.fromkeys(at_fault.values(), 2 * 2), 2 * 2 * (LAYERS - len(at_fault))
     report = pair.ran(replays, failures=len(at_fault), WARMING_UP=2 * LAYERS, **eager)
     for failure, (index, reason) in zip(sorted(report["failures"]), at_fault.items(), strict=True):
         assert failure.startswith(f"layer {index} (TransformerLayer)") and reason in failure
@@ -100,13 +100,13 @@ def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: 
 
 
 def test_a_hook_that_comes_later_cuts_and_one_that_goes_joins_again(pair: rig.Pair) -> None:
-    pair.step(rig.ONE, rig.TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=2)
     assert sites(pair) == ["layers 0 to 5"]
     handle = _layer(pair, 3).register_forward_hook(lambda *_args: None)
-    pair.step(rig.ONE, rig.TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=2)
     assert sites(pair) == ["layers 0 to 2", "layers 4 to 5"]
     handle.remove()
-    pair.step(rig.ONE, rig.TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=2)
     assert sites(pair) == ["layers 0 to 5"]
     weight = _layer(pair, 4).mlp.linear_fc1.weight
     weight.data = weight.data.clone()  # which is captured again as one

@@ -27,7 +27,7 @@ pytestmark = [
     # Of torch's compiler, which Megatron's fused activations run through on a GPU.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-STEPS, PACKS = (8, 3) if ON_GPU else (3, 2)
+PACKS = (1, *(3,) * 7) if ON_GPU else (1, 2, 1)  # of each step, of which the first warms up
 Scopes = str | Sequence[str]
 
 
@@ -208,11 +208,11 @@ def check(row: Row) -> None:
     if not row.runs:
         pytest.skip("this release has no such model, or permutes into shapes that only the device knows")
     padded = {"make": row.packs, "align": 1 if row.packs is Micro else 4}
-    first, *others = steps_of(STEPS, masks=row.masks, **padded)
     warm_up = 2 if "moe_input_jitter_eps" in row.given else 1  # whose first call makes a distribution
-    steps = [first[:warm_up], *(micros[:PACKS] for micros in others)]
-    plugin, replayed = {"cuda_graph_modules": row.scopes}, PACKS * (STEPS - 1) + warm_up
-    evaluate_at = {step: steps[step][:warm_up] for step in (1, STEPS - 1)}
+    packs, counts = steps_of(len(PACKS), masks=row.masks, **padded), (warm_up, *PACKS[1:])
+    steps = [micros[:count] for micros, count in zip(packs, counts, strict=True)]
+    plugin, replayed = {"cuda_graph_modules": row.scopes}, sum(counts)  # one evaluation, too
+    evaluate_at = {step: packs[step][:warm_up] for step in (1, len(packs) - 1)}
     run = compare_runs(steps, row.make, plugin, shared=EAGER, evaluate_at=evaluate_at, **row.given)
     # Graphs are forwards and backwards for training, forwards for evaluation.
     figures = {"layers": row.sites, "graphs": 3 * row.sites, "verified": 2, "unverified": 0}

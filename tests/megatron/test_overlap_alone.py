@@ -41,7 +41,7 @@ from benchmarks.measuring.clocks import PART, Span, Timeline
 from benchmarks.subjects import overlap
 from benchmarks.subjects.overlap import keep_busy
 from benchmarks.subjects.packs import MICRO_BATCHES
-from benchmarks.subjects.steps import step_case
+from benchmarks.subjects.steps import StepCase, step_case
 from megagraph.megatron import seams
 from megagraph.megatron.patch import overlap as plans
 from megagraph.megatron.scopes.plan import BlockPlan
@@ -373,6 +373,7 @@ def test_each_way_of_the_benchmark_is_measured(experts: None, monkeypatch: pytes
     monkeypatch.setattr(overlap, "record_function", noted)
     for rounds in ("ROUNDS", "WARM_UP_STEPS"):
         monkeypatch.setattr(overlap, rounds, 1)
+    monkeypatch.setattr(StepCase, "distinct_steps", 1)
     case = step_case(64, layers=2, tokens=64)
     seed_streams()
     for way in (overlap.WITHOUT, overlap.EAGER):
