@@ -98,6 +98,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
 
     importlib.import_module("megatron.core.models.gpt")
     gc.freeze()  # or each collection, before a capture, would go over all modules
+    gc.set_threshold(10_000, 20, 20)  # as in tests/conftest.py
     with megatron_on_cpu(), every_graph_is_compared_or_named():
         pipe.send((True, "ready"))
         for index in itertools.count():
