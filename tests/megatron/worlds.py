@@ -82,6 +82,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read when an attention module is made
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it with sequence parallelism
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.enable()  # there, where a rank that dies was
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.set_num_threads(1)
