@@ -77,8 +77,12 @@ def test_hangs():
     open({str(pid)!r}, "w").write(str(child.pid))
     child.wait()
 """
+
+    def hangs_now() -> bool:
+        return pid.exists() and pid.read_text() != ""  # which is made before it is written
+
     # The time is over as soon as it hangs.
-    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 120 * pid.exists())
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 120 * hangs_now())
     monkeypatch.setattr(sys.modules["lanes"], "time", clock)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job in the background of a shell
     try:
