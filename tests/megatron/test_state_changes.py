@@ -63,7 +63,7 @@ def test_a_change_between_steps(name: str, pair: rig.Pair) -> None:
     assert rig.eager_since(pair.report(), before) == (
         {change.reason.name: rig.LAYERS} if change.reason is not None else {}
     )
-    costs = _costs(pair, rig.ONE)
+    costs = _costs(pair, rig.ONE, times=2)
     assert set(costs) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"} if change.stays_eager else costs == {}
     if change.lasts:
         return
