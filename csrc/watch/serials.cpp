@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/torch/made_once.h"
 #include "csrc/watch/references.h"
 
 namespace py = pybind11;
@@ -51,8 +52,8 @@ void release_kept() {
   }
 }
 
-// Of an object that takes no weak reference, and refers to no other one, which would live on with
-// it.
+// Of an object that is not to be referred to weakly, and refers to no other one, which would live
+// on with it.
 uint64_t serial_of_kept(PyObject* object) {
   const auto found = kept_objects.find(object);
   if (found != kept_objects.end()) return found->second.serial;
@@ -60,6 +61,19 @@ uint64_t serial_of_kept(PyObject* object) {
   kept_objects.emplace(object, Kept{py::reinterpret_borrow<py::object>(object), serial});
   release_kept();
   return serial;
+}
+
+// Up to torch 2.12 the end of one of CUDA's leaves weak references to it as they are, and whoever
+// frees such a reference reads freed memory (pytorch/pytorch#183403).
+bool is_stream_or_event(PyObject* object) {
+  const auto& [stream, event] = made_once([] {
+    const auto torch = py::module_::import("torch");
+    return std::pair<py::object, py::object>(torch.attr("Stream"), torch.attr("Event"));
+  });
+  const auto is_a = [object](const py::object& type) {
+    return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type.ptr()));
+  };
+  return is_a(stream) || is_a(event);
 }
 
 }  // namespace
@@ -72,6 +86,7 @@ uint64_t serial_of(PyObject* object) {
     if (is_same) return known.serial;
     known_objects.erase(found);
   }
+  if (is_stream_or_event(object)) return serial_of_kept(object);
   auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object, nullptr));
   if (!reference) {
     PyErr_Clear();

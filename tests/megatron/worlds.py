@@ -248,7 +248,7 @@ class World:
                     answers[index] = answer
                 else:
                     log = Path(self._ranks[index].log).read_text(encoding="utf-8", errors="replace")
-                    failures[index] = f"rank {index}: {answer}\n{log[-2000:]}"
+                    failures[index] = f"rank {index}: {answer}\n{log[-8000:]}"
                 left = late_seconds if late_seconds or succeeded else GRACE_SECONDS
                 if left is not None:
                     deadline = min(deadline, time.monotonic() + left * slower)
