@@ -199,10 +199,8 @@ def test_what_is_switched_on_between_steps_is_refused_at_once_and_as_long_as_it_
         assert [said in failure for failure in pair.report()["failures"]] == [True] * (value is options)
 
 
-def test_what_is_switched_on_inside_of_a_step_is_refused_before_the_next_one(install: rig.Install) -> None:
+def test_what_is_switched_on_inside_of_a_step_is_refused_before_the_next_one(trainer: Trainer) -> None:
     """Bug: a call had met the state, so that it was no new one at the step boundary, and nothing asked."""
-    install()
-    trainer = rig.ModelTrainer()
 
     def switch_on(pack: Any) -> Any:
         trainer.chunk.config.quant_recipe = "recipe"
