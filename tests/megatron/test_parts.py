@@ -103,6 +103,7 @@ class ByPack(TransformerLayer):
         return out if packed_seq_params is None else out * 2
 
 
+@pytest.mark.both  # what releases hand to an MLP differs
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 @pytest.mark.parametrize("kind", [Scaled, ByPack])
 def test_a_hosts_layer_is_split_and_its_halves_are_handed_what_the_release_hands_them(
