@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import host_rig
 import megatron_rig as rig
 import torch
-from leftovers import forget_loss_scale
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from notes import told
 from parallel_jobs import SeesOps
 from state_changes import CHANGES as OF_PROBES
 from torch import distributed
+from watched import forget_loss_scale
 
 import megagraph
 
