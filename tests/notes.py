@@ -1,10 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls of a function are given, which goes on as ever."""
+"""What calls of a function are given, which goes on as ever; and settings that are put back afterwards."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+
+
+@contextlib.contextmanager
+def told(tell: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    """Inside, somebody has been told a value; afterwards the one of before."""
+    tell(value)
+    try:
+        yield
+    finally:
+        tell(before)
+
+
+precision = partial(told, torch.set_float32_matmul_precision, before="highest")
 
 
 def noting(

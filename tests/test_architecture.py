@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from ci_scripts import FOLDER, load
+from test_ci_scripts import FOLDER, load
 
 ROOT = Path(__file__).resolve().parent.parent
 SPDX = {"#": "# SPDX-License-Identifier: Apache-2.0", "//": "// SPDX-License-Identifier: Apache-2.0"}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Options: what the parser takes and refuses, and that `megagraph config` says the same of them."""
+
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +12,8 @@ import numpy as np
 import pytest
 
 from megagraph._C import Capacity
-from megagraph.config import GraphConfig
+from megagraph.cli import main
+from megagraph.config import GraphConfig, tomllib
 from megagraph.packs.ops import TailConvention
 
 PAIR = {"cuda_graph_max_packed_seqs": (16,), "max_seqlen_per_dp_cp_rank": 512}
@@ -304,3 +308,77 @@ def test_what_is_set_is_spelled_as_toml_has_it() -> None:
     assert (given["capacities"], given["cp_sizes"]) == (["64:5:64"], [1, 2])
     assert given["tail"] == "empty-dummy" and given["report"] == "out/graphs.json"
     assert GraphConfig.from_mapping(given, source="itself") == config
+
+
+# -- `megagraph config` ----------------------------------------------------------------------------
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """As JSON Schema has it, of what ours uses."""
+    if "anyOf" in schema:
+        return any(fits(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    types = {"integer": int, "string": str, "boolean": bool, "array": list, "object": dict}
+    if type(value) is not types[schema["type"]]:
+        return False
+    if schema["type"] == "object":
+        known = schema["properties"]
+        is_whole = set(schema.get("required", ())) <= set(value) <= set(known)
+        return is_whole and all(fits(it, known[key]) for key, it in value.items())
+    if schema["type"] == "array":
+        return all(fits(it, schema["items"]) for it in value)
+    if schema["type"] == "integer":
+        return bool(schema["minimum"] <= value <= schema["maximum"])
+    return re.search(schema.get("pattern", ""), str(value)) is not None
+
+
+@pytest.fixture
+def schema(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["config", "--schema"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["required"] == ["megagraph"]
+    return document["properties"]["megagraph"]
+
+
+def test_the_schema_takes_what_every_option_may_be_and_its_default(schema: dict[str, Any]) -> None:
+    for name, (toml, _variable, _value) in OPTIONS.items():
+        assert fits(tomllib.loads(f"{name} = {toml}"), schema), name
+        of_option = schema["properties"][name]
+        assert of_option["description"]
+        assert "default" not in of_option or fits(of_option["default"], of_option), name
+    assert fits(
+        {"cuda_graph_scope": "attn", "capacities": "8192:20", "cuda_graph_max_packed_seqs": 8}, schema
+    )
+
+
+WRONG = """
+mode = "fast"
+moed = "eager"
+log_interval = -1
+cuda_graph_slots = 65
+cp_sizes = [0]
+capacities = "64"
+capacities = [{ tokens = 64 }]
+cuda_graph_modules = ["lm_head"]
+verify = 0
+progress = 2.5
+max_seqlen = 2147483648
+"""
+
+
+def test_the_schema_refuses_what_the_parser_refuses(schema: dict[str, Any]) -> None:
+    for toml in WRONG.strip().splitlines():
+        values = tomllib.loads(toml)
+        assert not fits(values, schema), toml
+        with pytest.raises(ValueError, match=r"^here: "):
+            GraphConfig.from_mapping(values, source="here")
+
+
+def test_the_table_has_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in OPTIONS)

@@ -180,10 +180,9 @@ def test_gradients_that_meet_beside_a_site_have_the_same_bits(device: str) -> No
     assert pair.bank.counters()["replays"] == 9
 
 
-def test_a_strided_or_expanded_gradient_counts_as_its_dense_copy(device: str) -> None:
+def test_a_strided_or_expanded_gradient_counts_as_its_dense_copy(pair: Pair) -> None:
     """A graph reads its gradients densely; eager kernels may choose by strides and round otherwise."""
-    pair = Pair(device, blocks()).capture()
-    other = torch.randn(WIDTH, ROWS, device=device)
+    other = torch.randn(WIDTH, ROWS, device=pair.device)
     for grad in (other.t(), other[0, 0].expand(ROWS, WIDTH)):
         micro_batch = pair.forward()
         torch.autograd.backward(micro_batch.output, grad)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bank_pair import WIDTH, Block, Pair, variant
 from delayed_linear import DelayedLinear, accumulates, capturing
+from notes import precision
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -265,19 +266,14 @@ def test_what_cannot_be_finished_any_more(device: str) -> None:
     flight = pair.fly(pair.input())
     flight.outputs.clear()
     check("a backward that failed, or that can't come any more")
-    before = torch.get_float32_matmul_precision()
-    for is_backward in (True, False):
-        flight = pair.fly(pair.input()) if is_backward else pair.fly_back()
-        try:
-            torch.set_float32_matmul_precision("medium")
-            if not is_backward:
-                check("a numeric setting .* changed")
-                continue
-            with pytest.raises(RuntimeError, match=r"a numeric setting .* changed"):
-                flight.backward(0, pair.input())
-            check("before the backward")
-        finally:
-            torch.set_float32_matmul_precision(before)
+    flight = pair.fly(pair.input())
+    with precision("medium"):
+        with pytest.raises(RuntimeError, match=r"a numeric setting .* changed"):
+            flight.backward(0, pair.input())
+        check("before the backward")
+    flight = pair.fly_back()
+    with precision("medium"):
+        check("a numeric setting .* changed")
     flight = pair.fly_back()
     with torch.no_grad():
         flight.leaves[0].add_(1)

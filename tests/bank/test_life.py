@@ -59,10 +59,9 @@ def test_a_backward_after_the_end_of_its_bank_raises(pair: Pair, is_held: bool) 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
 def test_a_bank_that_goes_while_a_backward_runs_lets_that_come_to_its_end(
-    device: str, is_dropped: bool
+    pair: Pair, is_dropped: bool
 ) -> None:
     """Bug: the process died. A release is an error then, wherever it comes from."""
-    pair = Pair(device, blocks()).capture()
     bank, errors = [pair.bank], list[str]()
 
     def done(_first: int, _last: int) -> None:

@@ -4,13 +4,14 @@
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, run_eager, variant
+from notes import precision, told
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -176,33 +177,24 @@ def test_a_gradient_waits_for_its_parameter_while_slots_are_leased_again(device:
     assert pair.bank.all_free()
 
 
-@contextmanager
-def _told(tell: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    tell(value)
-    try:
-        yield
-    finally:
-        tell(before)
-
-
 def _set(module: Any, name: str, value: Any) -> AbstractContextManager[None]:
-    return _told(lambda it: setattr(module, name, it), value, getattr(module, name))
+    return told(lambda it: setattr(module, name, it), value, getattr(module, name))
 
 
 PREFER_BLAS = torch.backends.cuda.preferred_blas_library
 SETTINGS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
-    "deterministic algorithms": lambda _: _told(torch.use_deterministic_algorithms, False, True),
+    "deterministic algorithms": lambda _: told(torch.use_deterministic_algorithms, False, True),
     "autocast": lambda device: torch.autocast(device, torch.bfloat16),
     "autocast dtype": lambda device: torch.autocast(device, torch.float16, cache_enabled=False),
-    "float32 matmul precision": lambda _: _told(torch.set_float32_matmul_precision, "high", "highest"),
+    "float32 matmul precision": lambda _: precision("high"),
     "cuDNN enabled": lambda _: _set(torch.backends.cudnn, "enabled", False),
-    "preferred BLAS library": lambda _: _told(PREFER_BLAS, "cublaslt", PREFER_BLAS()),
+    "preferred BLAS library": lambda _: told(PREFER_BLAS, "cublaslt", PREFER_BLAS()),
     "plain attention": lambda _: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-    "default dtype": lambda _: _told(torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype": lambda _: told(torch.set_default_dtype, torch.float64, torch.float32),
     "filling of uninitialized memory": lambda _: _set(
         torch.utils.deterministic, "fill_uninitialized_memory", False
     ),
-    "fast path of torch's transformer layers": lambda _: _told(
+    "fast path of torch's transformer layers": lambda _: told(
         torch.backends.mha.set_fastpath_enabled, False, True
     ),
 }
@@ -226,12 +218,11 @@ def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, nam
 
 
 @pytest.mark.parametrize("name", ["cuDNN deterministic", "autocast"])
-def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(device: str, name: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(pair: Pair, name: str) -> None:
     out = pair.bank.run(pair.input().requires_grad_())
     cudnn = torch.backends.cudnn
     is_deterministic = _set(cudnn, "deterministic", not cudnn.deterministic)
-    other = is_deterministic if name == "cuDNN deterministic" else SETTINGS[name](device)
+    other = is_deterministic if name == "cuDNN deterministic" else SETTINGS[name](pair.device)
     with other, pytest.raises(RuntimeError, match=rf"{name}\) changed between the forward and"):
         out.sum().backward()
     del out
@@ -338,9 +329,8 @@ def test_what_is_around_a_micro_batch(around: Around, why: str, are_alike: bool)
     assert pair.forward().reason is None
 
 
-def test_a_default_device_is_no_mode_that_changes_anything(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
-    with torch.device(device):
+def test_a_default_device_is_no_mode_that_changes_anything(pair: Pair) -> None:
+    with torch.device(pair.device):
         assert pair.forward().reason is None
 
 

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs are compared with their modules: what differs is named, and nothing is left behind."""
 
-import contextlib
 import dataclasses
 import itertools
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads, rng_states, variant
+from notes import told
 from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
@@ -39,14 +40,8 @@ class Baked(nn.Module):
         return hidden * self.weight * (self.factor if Baked.is_captured else 2.0)
 
 
-@contextlib.contextmanager
-def captures() -> Iterator[None]:
-    """A bank's guard: around captures, and around replays of the host backend."""
-    Baked.is_captured = True
-    try:
-        yield
-    finally:
-        Baked.is_captured = False
+# A bank's guard: around captures, and around replays of the host backend.
+captures = partial(told, partial(setattr, Baked, "is_captured"), True, False)
 
 
 def captured(steps: Any, device: str, *, training: bool = True, fewer_rows: bool = False, **how: Any) -> Bank:
@@ -351,11 +346,10 @@ def test_sites_that_stay_eager_are_passed_over(device: str) -> None:
     assert {it.index for it in found} == {2} and bank.counters() == counters
 
 
-def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_a_bank_that_cannot_replay_says_so(pair: Pair) -> None:
     torch.use_deterministic_algorithms(False)  # the fixture puts it back
     with pytest.raises(RuntimeError, match=r"variant train runs eager \(NUMERICS_CHANGED\) and cannot be"):
-        verify(pair.bank, "train", example(device))
+        verify(pair.bank, "train", example(pair.device))
 
 
 @pytest.mark.parametrize("training", [True, False])

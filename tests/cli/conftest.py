@@ -10,7 +10,8 @@ import pytest
 from run_scripts import Files
 
 from megagraph.cli import main
-from megagraph.megatron.patch.installation import uninstall
+from megagraph.megatron.patch.installation import installed_plugin, uninstall
+from megagraph.megatron.plugin import is_cuda_graph_skipped
 
 TINY = {"--layers": "2", "--hidden": "32", "--heads": "2", "--pack-tokens": "64", "--micro-batches": "1"}
 TINY |= {"--warmup-steps": "1", "--steps": "6", "--timed-steps": "2"}
@@ -18,7 +19,10 @@ TINY |= {"--warmup-steps": "1", "--steps": "6", "--timed-steps": "2"}
 
 @pytest.fixture(autouse=True)
 def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No options from outside, lines that do not wrap, errors of Megatron alone; afterwards all as it was."""
+    """No options from outside, lines that do not wrap, errors of Megatron alone; afterwards all as it was.
+
+    No command leaves the plugin or a step without graphs, however it ends.
+    """
     for name in list(os.environ):
         if name.startswith("MEGAGRAPH_") and name != "MEGAGRAPH_TEST_CORE":
             monkeypatch.delenv(name)
@@ -28,10 +32,12 @@ def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
     loggers[1].setLevel(logging.ERROR)
     yield
+    left = installed_plugin(), is_cuda_graph_skipped()
     uninstall()
     for logger, level, handlers in before:
         logger.setLevel(level)
         logger.handlers[:] = handlers
+    assert left == (None, False)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from megagraph.cli.advice import Advice, Block, Findings, Packs, advice_on, inte
 from megagraph.cli.scripts import EnoughError, run_steps
 from megagraph.cli.trial import Trial
 from megagraph.config import GraphConfig
-from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.plugin import is_cuda_graph_skipped
 from megagraph.reasons import EagerReason
 
@@ -192,7 +191,6 @@ def run(files: Files, code: int, script: str, *words: str, steps: str = "60") ->
     out, path = files.folder / "out.json", files.script(script)
     command = ["advise", "--steps", "27", "--json", str(out), "--config", str(files.toml()), *words]
     assert main([*command, str(path), steps, ENDED]) == code
-    assert installed_plugin() is None and not is_cuda_graph_skipped()
     return json.loads(out.read_text())
 
 
@@ -305,7 +303,6 @@ def test_a_script_that_raises_in_an_eager_block_leaves_graphs_on(files: Files) -
     raising = ENDLESS.replace("itertools.cycle(documents)", "iter(documents)")
     with pytest.raises(StopIteration):
         tried(files, raising, 24, GraphConfig.from_toml(files.toml()))
-    assert not is_cuda_graph_skipped() and installed_plugin() is None
 
 
 @pytest.mark.megatron

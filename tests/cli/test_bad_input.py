@@ -14,7 +14,6 @@ from pytest import CaptureFixture, MonkeyPatch, TempPathFactory
 
 import megagraph
 from megagraph.cli import main
-from megagraph.megatron.patch.installation import installed_plugin
 
 Refused = Callable[..., str]
 # What is typed, and how the sentence begins behind `megagraph COMMAND: `. {big} is 2**31.
@@ -128,7 +127,6 @@ def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Path]:
     before = snapshot(tmp_path)
     yield tmp_path
     assert snapshot(tmp_path) == before
-    assert installed_plugin() is None
 
 
 def snapshot(folder: Path) -> dict[str, object]:

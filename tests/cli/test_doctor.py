@@ -13,7 +13,6 @@ from run_scripts import MADE, TRAINING, Files
 import megagraph
 from megagraph.cli import main
 from megagraph.megatron import seams
-from megagraph.megatron.patch.installation import installed_plugin
 
 AS_JSON = "doctor", "--json"
 
@@ -75,7 +74,6 @@ def rehearsed(files: Files, capsys: pytest.CaptureFixture[str], script: str, cod
     assert main([*command, "open(__file__ + '.end', 'w')"]) == code
     assert "loss" not in capsys.readouterr().out
     assert not files.script(script).with_name("script.py.end").exists()
-    assert installed_plugin() is None
     return json.loads(out.read_text())
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megagraph run SCRIPT`: a script as it was, with the plugin around it; and `megagraph report` after it."""
+"""`megagraph run SCRIPT`: a script as it was, with the plugin around it; and `megagraph report` after it. The
+one line that a run ends with: what was replayed, what ran eager, and what to do about it."""
 
 import json
 import re
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
-from run_scripts import TRAINING, WITNESS, Files, run_python
+from run_scripts import TOML, TRAINING, WITNESS, Files, run_python
 
 from megagraph.cli import main
 from megagraph.cli.reports import read_report
-from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.cli.run import saved
+from megagraph.reasons import EagerReason, verdict
 
 
 def run(*arguments: str | Path) -> int:
@@ -49,7 +51,6 @@ def test_what_runs_is_main_with_its_own_arguments_as_with_python(
     assert found["argv"] == [str(path), *arguments] and found["config"]["mode"] == "eager"
     assert found["name"] == "__main__" and found["main"]
     assert sys.argv is argv and sys.path == paths and sys.modules["__main__"] is program
-    assert installed_plugin() is None
 
 
 CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PACKED_SEQS": "3,9"}
@@ -86,7 +87,6 @@ def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_a
         monkeypatch.setenv(f"MEGAGRAPH_{name}", value)
     assert run(*(("--config", files.toml()) if has_file else ()), *given, path) == 0
     assert seen(path)["config"] == expected
-    assert installed_plugin() is None
 
 
 @pytest.mark.megatron
@@ -158,7 +158,6 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
         run("--config", files.toml(report=report), files.script(f"raise {end!r}"))
     assert type(raised.value) is type(end) and raised.value.args == end.args
     assert read_report(report) == []
-    assert installed_plugin() is None
     verdict = capsys.readouterr().err.splitlines()[-1]
     failed = not isinstance(end, SystemExit)
     why = f"{type(end).__name__} ended the script before a model ran" if failed else "no GPTModel"
@@ -192,7 +191,6 @@ def test_of_a_script_that_gives_up_doctor_and_advise_say_that_and_nothing_else(
     assert main([command, str(files.script(f"raise SystemExit({code!r})"))]) == 70
     out, err = capsys.readouterr()
     assert out == "" and err.endswith(f"megagraph {command}: the script ended with {code}\n")
-    assert installed_plugin() is None
 
 
 @pytest.mark.megatron
@@ -260,4 +258,89 @@ def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
     written, _, said = capsys.readouterr().err.partition("megagraph: nothing replayed: ")
     expected = "no GPTModel" if end == "pass" else "RuntimeError ended the script before a model ran"
     assert json.loads(written)["models"] == [] and said.startswith(expected)
-    assert installed_plugin() is None
+
+
+# -- the line at the end ---------------------------------------------------------------------------
+
+REASONS = Path(__file__).parents[2] / "docs" / "reasons.md"
+
+
+def test_every_reason_has_a_remedy_and_its_section_begins_with_it() -> None:
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", REASONS.read_text(encoding="utf-8")).replace("`", "")
+    sections = dict(re.findall(r"^## (\w+)\n\n(.+)$", text, re.MULTILINE))
+    for reason in EagerReason:
+        assert sections[reason.name].startswith(reason.remedy[0].upper() + reason.remedy[1:]), reason
+
+
+def model(replays: int, needed: tuple[int, int, int] | None = None, **eager: int) -> dict[str, Any]:
+    most = None if needed is None else dict(zip(("tokens", "num_seqs", "max_seqlen"), needed, strict=True))
+    calls = replays + sum(eager.values())
+    return {"calls": calls, "replays": replays, "eager": eager, "most_needed": most}
+
+
+UNINSTALL = "import megagraph; megagraph.uninstall()"
+RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
+NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
+REFUSED = model(0, SCOPE_UNSUPPORTED=9) | {"failures": ["GPTModel with fp8 is not supported yet"]}
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        *((reports, f"{NO_MODEL} through get_forward_backward_func()") for reports in ([], [model(0)])),
+        ([model(10)], "100 % of layer calls replayed"),
+        ([model(999, WARMING_UP=1)], "99 % of layer calls replayed; the rest warmed up"),
+        (
+            [model(82, (60, 7, 9), WARMING_UP=3, TOO_MANY_SEQUENCES=15)],
+            f"82 % of layer calls replayed; 15 % eager, {RAISE_IT}",
+        ),
+        (
+            [model(9, (60, 8, 9), TOO_MANY_SEQUENCES=1), model(9, (60, 33, 9), NESTING=1)],
+            "90 % of layer calls replayed; 5 % eager, TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_",
+        ),
+        (
+            [model(0, (640, 7, 9), TOO_MANY_TOKENS=15)],
+            "nothing replayed: 100 % eager, TOO_MANY_TOKENS: raise max_seqlen_per_dp_cp_rank to 640 (packs",
+        ),
+        ([model(0, NO_PACK_METADATA=2)], "nothing replayed: 100 % eager, NO_PACK_METADATA: pass the pack"),
+        ([model(0, WARMING_UP=2)], "nothing replayed: 100 % eager, WARMING_UP: nothing to do in the first"),
+        (
+            [REFUSED],
+            "nothing replayed: 100 % eager, SCOPE_UNSUPPORTED: change what the log and the report name "
+            "(GPTModel with fp8 is not supported yet)",
+        ),
+        (
+            [model(999, OF_LATER=1)],
+            "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reasons",
+        ),
+    ],
+)
+def test_what_is_said(reports: list[dict[str, Any]], said: str) -> None:
+    assert verdict(reports).startswith(said)
+    assert "\n" not in verdict(reports)
+
+
+def test_what_graphs_save_is_told_if_eager_steps_were_measured() -> None:
+    times = {kind: {"host_ms": [ms, ms + 1, ms + 2]} for kind, ms in (("eager", 8.0), ("graphed", 2.0))}
+    assert saved(times).endswith("9.0 ms (8.0 to 10.0) eager, 3.0 ms (2.0 to 4.0) graphed")
+    assert saved({**times, "eager": {"host_ms": None}}) == saved({}) == ""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("script", "toml", "said"),
+    [
+        (UNINSTALL, "", "nothing is known: the script has called uninstall()"),
+        ("pass", "mode = 'off'", "nothing is known: mode is off"),
+        (
+            TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)"),
+            "",
+            f"60 % of layer calls replayed; 20 % eager, {RAISE_IT}",
+        ),
+    ],
+    ids=["uninstalled", "off", "too many documents"],
+)
+def test_a_run_ends_with_it(files: Files, capsys: Any, script: str, toml: str, said: str) -> None:
+    config, path = files.toml(TOML + toml), files.script(script)
+    assert main(["run", "--config", str(config), str(path), "5", "pass"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: {said}")

@@ -11,12 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from compared import every_graph_is_compared_or_named
-from leftovers import forget_loss_scale, free_models, models_in_memory
 from megatron_rig import OPTIONS, Install, Pair, forget_metrics, graph_config, metrics
 from moe_rig import experts_on_cpu
 from streams import seed_streams
 from torch import distributed
+from watched import every_graph_is_compared_or_named, forget_loss_scale, free_models, models_in_memory
 from worlds import OnOneDevice, World, Worlds
 
 import megagraph

@@ -531,6 +531,12 @@ class Pair:
             self.step(*micros)
         return self.report()
 
+    def costs(self, *micros: Micro, **options: Any) -> dict[str, int]:
+        """Calls that steps of both ran eager, by their reasons."""
+        before = self.report() if megagraph.reports() else {"eager": {}}  # none before the first step
+        self.step(*micros, **options)
+        return eager_since(self.report(), before)
+
     def evaluate(self, *micros: Micro) -> None:
         """An evaluation of both, which must leave the same bits."""
         assert_same_bits(evaluate(self.eager, micros, eager=True), evaluate(self.graphed, micros))

@@ -14,6 +14,7 @@ import moe_rig
 import torch
 from host_rig import Offload
 from moe_rig import ExpertTrainer
+from notes import precision
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
 from torch import distributed
@@ -182,8 +183,7 @@ def _tamper(how: dict[int, str], trainer: Trainer, index: int) -> Iterator[None]
                 layer.mlp.note = "of nobody's"
                 around.callback(delattr, layer.mlp, "note")
             case "precision":
-                torch.set_float32_matmul_precision("high")
-                around.callback(torch.set_float32_matmul_precision, "highest")
+                around.enter_context(precision("high"))
             case "mode":
                 around.enter_context(SeesOps())
             case "hooks":

@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import recompute
-from notes import noting
+from notes import noting, precision
 from parallel_jobs import SeesOps
 from rope_rig import canonical, run
 from same_bits import assert_same_bits
@@ -157,13 +157,6 @@ def test_nothing_is_captured_under_somebodys_mode(pair: rig.Pair) -> None:
 # -- loops that are not one schedule call a step ---------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def same_settings() -> Iterator[None]:
-    """Numeric settings that a test changes are put back."""
-    yield
-    torch.set_float32_matmul_precision("highest")
-
-
 @pytest.mark.parametrize(
     "ddp, reduces_once",
     [({}, False), ({}, True), (OVERLAP, True)],  # with overlap, Megatron itself refuses more than one
@@ -234,9 +227,8 @@ def test_what_cannot_be_captured_under_other_settings_is_tried_once(
     for layer in trainer.chunk.decoder.layers:
         rig.breaks(layer, lambda: rig.is_capturing() and torch.get_float32_matmul_precision() == "high")
     rig.step(trainer, [rig.ONE], times=2)
-    torch.set_float32_matmul_precision("high")
-    rig.step(trainer, [rig.ONE], times=4)
-    torch.set_float32_matmul_precision("highest")
+    with precision("high"):
+        rig.step(trainer, [rig.ONE], times=4)
     rig.step(trainer, [rig.ONE])
     report = rig.report_of(trainer)
     assert len(captures) == 2  # under the first settings, and once under the others
@@ -249,9 +241,8 @@ def test_settings_that_come_back_find_their_graphs_again(pair: rig.Pair) -> None
     torch.backends.cuda.matmul.fp32_precision = "none"
     pair.step(rig.ONE, times=2)
     for _ in range(2):
-        torch.set_float32_matmul_precision("high")
-        pair.step(rig.TWO, times=2)
-        torch.set_float32_matmul_precision("highest")
+        with precision("high"):
+            pair.step(rig.TWO, times=2)
         pair.step(rig.OTHER, times=2)
     pair.ran(
         (1 + 2 * 4 - 1) * rig.LAYERS,
@@ -265,9 +256,8 @@ def test_an_evaluation_under_settings_of_its_own_replays(pair: rig.Pair) -> None
     """It is captured at a boundary of its own, and so under its own settings alone."""
     for _ in range(4):
         pair.step(rig.ONE)
-        torch.set_float32_matmul_precision("high")
-        pair.evaluate(rig.TWO, rig.OTHER)
-        torch.set_float32_matmul_precision("highest")
+        with precision("high"):
+            pair.evaluate(rig.TWO, rig.OTHER)
     pair.ran((3 + 3 * 2) * rig.LAYERS, graphs=(2 + 1) * rig.LAYERS, WARMING_UP=(1 + 2) * rig.LAYERS)
 
 

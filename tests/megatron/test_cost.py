@@ -3,11 +3,10 @@
 Python functions of the plugin, and of anything at all for each further layer. What the host backend runs in
 place of a graph is not."""
 
-import contextlib
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_rig import CAPACITY, LAYERS, OPTIONS, Micro, forward, graph_config, report_of, step, the_plugin
+from notes import told
 
 import megagraph
 from megagraph.bank import capture
@@ -48,13 +48,8 @@ class Calls:
         if event == "call" and is_body:
             self._depth += 1
 
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        sys.setprofile(self._see)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
+    def counted(self) -> AbstractContextManager[None]:
+        return told(sys.setprofile, self._see, None)
 
 
 def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tuple[Calls, Calls, Calls]:

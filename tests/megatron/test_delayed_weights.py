@@ -13,6 +13,7 @@ import moe_rig
 import parallel_jobs
 import pytest
 from megatron_rig import Micro
+from notes import told
 from overlap_rig import (
     CALLS,
     COUNTS,
@@ -66,14 +67,8 @@ def test_eager_micro_batches_between_graphed_ones_make_their_own(
     delays: str, engine: bool, deterministic_engine: None
 ) -> None:
     """One in each step fits no capacity; and all of a step while graphs are suspended."""
-
-    @contextlib.contextmanager
-    def suspended(_trainer: Any) -> Iterator[None]:
-        rig.the_plugin().set_suspended(True)
-        yield
-        rig.the_plugin().set_suspended(False)
-
-    around, misfit = rig.at(STEPS - 2, suspended), Micro(lengths=parallel_jobs.MISFIT)
+    around = rig.at(STEPS - 2, lambda _trainer: told(rig.the_plugin().set_suspended, True, False))
+    misfit = Micro(lengths=parallel_jobs.MISFIT)
     steps = [[*micros[:1], misfit, *micros[1:]] for micros in steps_of(STEPS, fills=False)]
     graphed = train(steps, "graph", delays=delays, around=around, engine=engine)
     assert_same_bits(train(steps, "eager", delays=delays, engine=engine), graphed)

@@ -14,6 +14,7 @@ import parallel_jobs
 import pytest
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from notes import told
 from same_bits import assert_same_bits
 from streams import make_groups, seed_streams
 from torch import Tensor, distributed, nn
@@ -267,9 +268,6 @@ def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
 def test_ranks_wait_for_each_other_as_long_as_their_job_does() -> None:
     """Bug: half an hour, however long the checkpoint of a rank takes, or however short its patience is."""
     world: Any = distributed.group.WORLD
-    before = patience_of_job()
-    try:
-        distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
-        assert patience_of_job() == timedelta(seconds=77)
-    finally:
-        distributed.distributed_c10d._set_pg_timeout(before, world)
+    tell, patience = partial(distributed.distributed_c10d._set_pg_timeout, group=world), timedelta(seconds=77)
+    with told(tell, patience, patience_of_job()):
+        assert patience_of_job() == patience

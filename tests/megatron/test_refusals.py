@@ -182,19 +182,6 @@ def test_what_is_switched_on_between_steps_is_refused_at_once_and_as_long_as_it_
     options: dict[str, Any], reason: str, said: str, pair: rig.Pair
 ) -> None:
     """Bug: only a new model was asked. One that had graphs got others, and one that was refused stayed so."""
-    report: dict[str, Any] = {"eager": {}}
-
-    def costs(value: dict[str, Any]) -> dict[str, int]:
-        """Calls of two steps with options, or without, that did not replay."""
-        nonlocal report
-        for name, each in value.items():
-            for trainer in pair.both:
-                setattr(trainer.chunk.config, name, each)
-        before = report
-        pair.step(rig.ONE, rig.TWO, times=2)
-        report = pair.report()
-        return rig.eager_since(report, before)
-
     off, calls = dict.fromkeys(options), 2 * rig.LAYERS
     for value, expected in (
         (options, {reason: 2 * calls}),  # from the beginning
@@ -205,14 +192,15 @@ def test_what_is_switched_on_between_steps_is_refused_at_once_and_as_long_as_it_
             (off, {}),
         ),
     ):
-        assert costs(value) == expected
-        assert [said in failure for failure in report["failures"]] == [True] * (value is options)
+        for name, each in value.items():
+            for trainer in pair.both:
+                setattr(trainer.chunk.config, name, each)
+        assert pair.costs(rig.ONE, rig.TWO, times=2) == expected
+        assert [said in failure for failure in pair.report()["failures"]] == [True] * (value is options)
 
 
-def test_what_is_switched_on_inside_of_a_step_is_refused_before_the_next_one(install: rig.Install) -> None:
+def test_what_is_switched_on_inside_of_a_step_is_refused_before_the_next_one(trainer: Trainer) -> None:
     """Bug: a call had met the state, so that it was no new one at the step boundary, and nothing asked."""
-    install()
-    trainer = rig.ModelTrainer()
 
     def switch_on(pack: Any) -> Any:
         trainer.chunk.config.quant_recipe = "recipe"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from leftovers import go_in_time
 from soak.changes import CHANGES
 from soak.scenarios import Scenario, draw, shrink
 from soak.twins import run
 from torch import nn
+from watched import go_in_time
 
 import megagraph
 

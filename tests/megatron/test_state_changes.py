@@ -13,6 +13,7 @@ import megatron_rig as rig
 import pytest
 import torch
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, evaluate, step
+from notes import precision
 from same_bits import assert_same_bits
 from state_changes import CHANGES, Probe, Undo, of_all, probe
 from torch.profiler import ProfilerActivity, profile
@@ -26,13 +27,6 @@ PROBED = {"prepare": rig.around_mlps(Probe)}
 @pytest.fixture
 def pair() -> rig.Pair:
     return rig.Pair(**PROBED)
-
-
-def _costs(pair: rig.Pair, *micros: rig.Micro, **options: Any) -> dict[str, int]:
-    """Calls that steps of both ran eager, by their reasons."""
-    before = pair.report()
-    pair.step(*micros, **options)
-    return rig.eager_since(pair.report(), before)
 
 
 @contextmanager
@@ -63,13 +57,13 @@ def test_a_change_between_steps(name: str, pair: rig.Pair) -> None:
     assert rig.eager_since(pair.report(), before) == (
         {change.reason.name: rig.LAYERS} if change.reason is not None else {}
     )
-    costs = _costs(pair, rig.ONE, times=2)
+    costs = pair.costs(rig.ONE, times=2)
     assert set(costs) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"} if change.stays_eager else costs == {}
     if change.lasts:
         return
     undo()
-    assert sum(_costs(pair, rig.TWO).values()) == (rig.LAYERS if change.is_eager_back else 0)
-    assert _costs(pair, rig.ONE) == {}
+    assert sum(pair.costs(rig.TWO).values()) == (rig.LAYERS if change.is_eager_back else 0)
+    assert pair.costs(rig.ONE) == {}
 
 
 # Every call asks what every boundary asks but for containers and memory: one change for each way of asking.
@@ -106,8 +100,8 @@ def test_a_change_inside_a_step(name: str, pair: rig.Pair) -> None:
         {"STATE_CHANGED": rig.LAYERS} if change.reason is not None else {}
     )
     expected = rig.LAYERS if change.is_eager_back and not change.stays_eager else 0
-    assert sum(_costs(pair, rig.ONE).values()) in (0, expected)
-    assert _costs(pair, rig.TWO) == {}
+    assert sum(pair.costs(rig.ONE).values()) in (0, expected)
+    assert pair.costs(rig.TWO) == {}
 
 
 @pytest.mark.parametrize("scopes", [(), ("mlp",)])
@@ -122,13 +116,13 @@ def test_what_changes_on_the_way_to_a_layer_is_heard(scopes: Sequence[str]) -> N
         on_the_way = trainer.chunk.decoder.layers[1].self_attention if scopes else trainer.chunk.embedding
         on_the_way.register_forward_pre_hook(partial(change, probe(trainer)))
     pair.step(rig.ONE, times=3)
-    assert _costs(pair, rig.ONE, rig.TWO) == {}
+    assert pair.costs(rig.ONE, rig.TWO) == {}
     behind = 1 if scopes else rig.LAYERS
     wanted = 0.5
-    assert _costs(pair, rig.ONE, rig.TWO) == {"STATE_CHANGED": behind + rig.LAYERS}
-    assert _costs(pair, rig.ONE, rig.TWO) == {}
+    assert pair.costs(rig.ONE, rig.TWO) == {"STATE_CHANGED": behind + rig.LAYERS}
+    assert pair.costs(rig.ONE, rig.TWO) == {}
     wanted = 1.0  # of which there are graphs
-    assert _costs(pair, rig.ONE, rig.TWO) == {"STATE_CHANGED": behind}
+    assert pair.costs(rig.ONE, rig.TWO) == {"STATE_CHANGED": behind}
 
 
 def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(caplog: Any) -> None:
@@ -141,8 +135,8 @@ def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(capl
             pair.step(rig.ONE, times=2)
         assert pair.report()["graphs"] == 2 * graphs
     with _changed(pair, "float"):
-        assert _costs(pair, rig.ONE) == {}
-    assert _costs(pair, rig.ONE) == {"STATE_CHANGED": rig.LAYERS}  # the first state's graphs have gone
+        assert pair.costs(rig.ONE) == {}
+    assert pair.costs(rig.ONE) == {"STATE_CHANGED": rig.LAYERS}  # the first state's graphs have gone
 
     def round_of_all() -> dict[str, int]:
         before = pair.report()
@@ -176,13 +170,11 @@ def test_settings_that_change_inside_of_a_step_have_verified_graphs_in_the_next_
         torch.set_float32_matmul_precision("highest")
         return step(trainer, [ONE])
 
-    try:
+    with precision("highest"):
         pair.step(ONE, times=2)
         at_step = "high"
         assert_same_bits(*pair.each(changes_inside))
         pair.step(ONE)
-    finally:
-        torch.set_float32_matmul_precision("highest")
     pair.ran(verified=2, unverified=0, WARMING_UP=LAYERS, NUMERICS_CHANGED=LAYERS)
 
 
@@ -252,7 +244,7 @@ def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(pair: rig.P
         handles.append(megagraph.watch(trainer.chunk.decoder.layers[1], key=lambda: gain[0]))
     pair.step(rig.ONE, times=2)
     for gain[0], reasons in ((0.5, {"STATE_CHANGED": rig.LAYERS}), (1.0, {}), (0.5, {})):
-        assert _costs(pair, rig.ONE) == reasons
+        assert pair.costs(rig.ONE) == reasons
     for handle in 2 * handles:
         handle.remove()
 
@@ -262,11 +254,11 @@ def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair:
     gain, changed = [1.0], {"STATE_CHANGED": rig.LAYERS}
     handles = [megagraph.watch(trainer.chunk, key=lambda: gain[0]) for trainer in pair.both]
     for gain[0], reasons in ((1.0, changed), (0.5, changed), (1.0, {})):
-        assert _costs(pair, rig.ONE) == reasons
+        assert pair.costs(rig.ONE) == reasons
     for handle in handles:
         handle.remove()
     gain[0] = 0.25
-    assert _costs(pair, rig.ONE) == {}  # as it was captured first
+    assert pair.costs(rig.ONE) == {}  # as it was captured first
 
 
 def test_watch_says_what_it_expects() -> None:

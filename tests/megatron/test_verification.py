@@ -11,11 +11,11 @@ import megatron_rig as rig
 import moe_rig
 import pytest
 import torch
-from leftovers import free_models
 from megatron_rig import OPTIONS, Micro, graph_config, report_of, step
 from notes import noting
 from streams import seed_streams
 from torch import Tensor, nn
+from watched import free_models
 
 import megagraph
 from megagraph._C import Capacity
@@ -285,10 +285,8 @@ def _trained(scopes: Sequence[str], *, engine: bool, seed: int) -> dict[str, Any
         megagraph.uninstall()
 
 
-def test_nothing_is_captured_while_autograd_looks_for_anomalies(install: rig.Install) -> None:
+def test_nothing_is_captured_while_autograd_looks_for_anomalies(trainer: Trainer) -> None:
     """Bug: it found some in what a capture leaves unfilled, and layers stayed eager for good."""
-    install()
-    trainer = Trainer(rig.OPTIONS)
     with torch.autograd.set_detect_anomaly(True):
         rig.step(trainer, [rig.ONE], times=3)
     assert not rig.report_of(trainer)["graphs"]

@@ -32,10 +32,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from compared import every_graph_is_compared_or_named
-from leftovers import free_models, models_in_memory
 from streams import make_groups
 from torch import distributed, multiprocessing
+from watched import every_graph_is_compared_or_named, free_models, models_in_memory
 
 START_SECONDS = 240  # imports
 TIMEOUT_SECONDS = 200  # of one function, which takes ten

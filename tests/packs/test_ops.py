@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offsets import offsets
-from rope_cases import LAYOUTS, frequencies, tables
 from same_bits import assert_same_bits
+from test_rope import LAYOUTS, frequencies, tables
 from torch import Tensor, zeros
 from torch.autograd import forward_ad
 

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from compared import every_graph_is_compared_or_named
 from rich.progress import Progress
+from watched import every_graph_is_compared_or_named
 from worlds import World
 
 from megagraph.demo.cpu import megatron_on_cpu

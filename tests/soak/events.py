@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import host_rig
 import megatron_rig as rig
 import torch
-from leftovers import forget_loss_scale
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from notes import told
 from parallel_jobs import SeesOps
 from state_changes import CHANGES as OF_PROBES
 from torch import distributed
+from watched import forget_loss_scale
 
 import megagraph
 
@@ -262,13 +264,7 @@ def _suspended() -> Iterator[None]:
     megagraph.resume()
 
 
-@contextlib.contextmanager
-def _default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+_default_dtype = partial(told, torch.set_default_dtype, torch.float64, torch.float32)
 
 
 def _autocast() -> AbstractContextManager[Any]:

@@ -17,11 +17,11 @@ import moe_rig
 import overlap_rig
 import torch
 from context_jobs import OwnMicro, SharedMicro
-from leftovers import free_models, go_in_time, models_in_memory
 from same_bits import BitsDiffer, assert_same_bits
 from state_changes import Do, of_all
 from torch import Tensor, distributed
 from torch.utils._pytree import tree_leaves
+from watched import free_models, go_in_time, models_in_memory
 
 import megagraph
 from megagraph.demo.trainer import Trainer

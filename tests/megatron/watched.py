@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Undoes what models that nobody uses any more leave behind. Megatron keeps them in cycles that no garbage
-collector sees. Dispatchers of experts keep probabilities of their last call with the history that autograd
-made, which leads to the hooks of DDP and through them to the model; a part of the way lies in C++. So do
-layers, of a call that raised. The hooks of `overlap_param_gather` are such a cycle, too. With a model its
-process groups stay, whose threads take up the machine."""
+"""What every test is watched for: each graph that it uses is compared with its module or named, and its
+models go. For that, what models that nobody uses any more leave behind is undone. Megatron keeps them in
+cycles that no garbage collector sees. Dispatchers of experts keep probabilities of their last call with the
+history that autograd made, which leads to the hooks of DDP and through them to the model; a part of the way
+lies in C++. So do layers, of a call that raised. The hooks of `overlap_param_gather` are such a cycle, too.
+With a model its process groups stay, whose threads take up the machine."""
 
+import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import objgraph
 import torch
 
 from megagraph.bank.bank import Bank
+from megagraph.bank.sites import CapturedVariant
+from megagraph.bank.verify import Verification
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.scopes.moe import drop_history, forget_calls
 
@@ -86,3 +91,40 @@ def models_in_memory() -> list[str]:
 def _path_to(found: object) -> str:
     path = objgraph.find_backref_chain(found, objgraph.is_proper_module, max_depth=30)
     return " -> ".join(getattr(it, "__name__", type(it).__name__) for it in path)
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+def _compared(captured: CapturedVariant) -> set[int]:
+    """The sites, by index, whose graphs of a variant have been compared."""
+    return vars(captured).setdefault("compared", set())
+
+
+@contextlib.contextmanager
+def every_graph_is_compared_or_named() -> Iterator[None]:
+    """Inside, a report raises `AssertionError` for any other graph, but where verification is off. What was
+    compared is noted where that happens, and not taken from what the plugin counts."""
+    compare, report = Verification._compare, GraphedModel.report
+
+    def noting(verification: Verification, flight: Any, *args: Any) -> None:
+        compare(verification, flight, *args)
+        _compared(verification._variant).add(flight.index)
+
+    def checking(graphs: GraphedModel) -> dict[str, Any]:
+        found, bank = report(graphs), graphs.captures.bank
+        named = {(it["variant"], it["site"]) for it in found["verification"]["unverified_sites"]}
+        missing = [
+            (str(captured.spec), site.name)
+            for captured in bank.captured.values()
+            for index, site in bank.graphable().items()
+            if index not in _compared(captured) and (str(captured.spec), site.name) not in named
+        ]
+        assert graphs._config.verify == "off" or not missing, f"neither compared nor named: {missing}"
+        return found
+
+    with (
+        mock.patch.object(Verification, "_compare", noting),
+        mock.patch.object(GraphedModel, "report", checking),
+    ):
+        yield
