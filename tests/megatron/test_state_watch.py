@@ -75,7 +75,7 @@ class Slotted:
         (Decimal, 50),
         (lambda _index: np.int64(7), 1),
         (np.int64, 50),
-        (lambda _index: torch.cuda.Event(), 50),
+        (lambda _index: torch.cuda.streams.Event(), 50),
         # Bug: Python has one hash for each two of these.
         (lambda index: 2**64 if index % 2 else 8, 2),
         (lambda index: complex(-1 - index % 2, -0.0 if index % 4 > 1 else 0.0), 4),
@@ -106,7 +106,7 @@ def test_the_watch_holds_nothing_that_refers_to_others() -> None:
 def test_an_event_of_cuda_is_not_referred_to_weakly() -> None:
     """Bug: its end leaves weak references as they are, and the process died once one of them was freed."""
     layer = Layer()
-    layer.scale = torch.cuda.Event()  # which needs no GPU before it is recorded
+    layer.scale = torch.cuda.streams.Event()  # which needs no GPU before it is recorded
     watch_of([layer]).now(True)
     assert weakref.getweakrefcount(layer.scale) == 0
 
