@@ -23,10 +23,7 @@ from megagraph.megatron.scopes.moe import EXPERTS, ROUTER, has_forced_routing, h
 from megagraph.megatron.scopes.parts import DENSE, MAMBA, MLP, experts_of, is_mamba
 from megagraph.reasons import EagerReason, Why
 
-__all__ = [
-    *("Refusal", "broken_rule", "check_graph_options", "legal_scopes", "refusal_of", "scopes_of"),
-    "warm_up_of",
-]
+__all__ = ["Refusal", "broken_rule", "check_graph_options", "legal_scopes", "refusal_of", "scopes_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,6 @@ class Refusal:
 
 
 _BY_DEFAULT = GraphConfig()
-_MEGATRONS_WARM_UP = 3  # by default
 
 # An attribute of a config, the value that is fine, and what any other but None is called.
 _Option = tuple[str, Any, str]
@@ -119,15 +115,6 @@ def scopes_of(model: Any, ours: Collection[str]) -> Collection[str]:
             ours = theirs
             log.info("graphs %s of each layer, as %s in the model's config says", ", ".join(ours), option)
     return ours or legal_scopes(model.config, [*model.decoder.layers])
-
-
-def warm_up_of(config: Any, ours: int | None) -> int:
-    """Eager training steps before the capture: as the plugin is told, or as the model's own config says."""
-    option = "cuda_graph_warmup_steps"
-    theirs = int(getattr(config, option, _MEGATRONS_WARM_UP))
-    if ours is None and theirs != _MEGATRONS_WARM_UP:
-        log.info("%d steps of warm-up, as %s in the model's config says", max(theirs, 1), option)
-    return max(theirs, 1) if ours is None else ours
 
 
 def refusal_of(
