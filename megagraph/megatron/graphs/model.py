@@ -412,8 +412,7 @@ class GraphedModel:
         assert self._row is not None
         due = self._due
         self.changes.make_room()
-        variants = self.captures.prepared(self.dispatcher.variants(kinds), self._row)
-        self.captures.capture(variants)
+        self.captures.capture(self.dispatcher.variants(kinds), self._row)
         # Nor has a bank captured any whose place this one has just taken.
         self.changes.follow_capture(is_first=not due.captured)
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
@@ -489,8 +488,8 @@ class GraphedModel:
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
             "replayed_rows": replayed,
             "padding_share": 1 - valid / replayed if replayed else None,
-            "cuda_graph_modules": [*self.captures.scopes],
-            "layers": self.captures.num_sites,
+            "cuda_graph_modules": [*captures.scopes],
+            "layers": sum(spec.calls for spec in captures.specs),
             "sites": len(bank.specs),
             "graphs": bank.num_graphs,
             "slots": bank.num_slots,
