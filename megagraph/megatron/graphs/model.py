@@ -278,10 +278,9 @@ class GraphedModel:
         assert batch.reason is not None
         self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
         self.learns_from = _CAPTURED_LATER
-        has_other_rows = batch.is_as_given and self.tensor.shards_sequence
         # Nothing was captured for it, or in the settings of now.
         is_new = batch.key.kind not in self._due.captured or batch.reason is EagerReason.NUMERICS_CHANGED
-        if is_new and not has_other_rows:
+        if is_new:
             self.verifier.keep(batch, hidden_states)
         if not (batch.key.by_token or batch.is_own(table, hidden_states)):
             batch.run_as_given(is_own_table=False)
