@@ -54,7 +54,6 @@ class Dispatcher(_C.Dispatcher):
 
     def __init__(self, model_config: Any, config: GraphConfig, tables: LayerArguments, peers: Peers) -> None:
         context = peers.context
-        masks_tail, pads_at_entry = has_experts(model_config), peers.tensor.shards_sequence
         # Whether ranks of other packs run as many rows in each micro-batch.
         self.needs_equal_rows = need_equal_rows(model_config)
         self.warm_up_steps = _warm_up_of(model_config, config.cuda_graph_warmup_steps)
@@ -62,8 +61,8 @@ class Dispatcher(_C.Dispatcher):
             extra_seqs=config.tail.extra_seqs,
             depends_on_longest=tables.depend_on_max_seqlen,
             needs_equal_rows=self.needs_equal_rows,
-            masks_tail=masks_tail,
-            pads_at_entry=pads_at_entry,
+            masks_tail=has_experts(model_config),
+            pads_at_entry=peers.tensor.shards_sequence,
             is_own_table=tables.include,
             is_by_token=tables.is_by_token,
             may_be_by_token=not model_config.apply_rope_fusion and context.sizes == (1,),
@@ -74,8 +73,6 @@ class Dispatcher(_C.Dispatcher):
             run_alike=not peers.run_other_packs,
             warm_up_steps=self.warm_up_steps,
         )
-        # Whether every micro-batch has a padding mask, which its ranks share with the rows.
-        self.masks_at_entry = masks_tail and pads_at_entry
         self._tail, self._context, self._tensor = config.tail, context, peers.tensor
         self._waited = self._evaluations = 0  # steps
         self.expected_tokens = 0  # of a rank's share of a pack, as the schedule says; 0 or 1 if it does not

@@ -23,7 +23,7 @@ from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
-from megagraph.megatron.parallel.model_parallel import TensorRanks
+from megagraph.megatron.parallel.model_parallel import TensorRanks, has_experts
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.watch import weakly
@@ -219,21 +219,21 @@ class GraphedModel:
             return EagerReason.WARMING_UP
         if given.get("attention_mask") is not None or given.get("extra_block_kwargs") is not None:
             return EagerReason.SIGNATURE_CHANGED
-        if is_longer := ranks.shards_sequence and batch.entry_padding:
+        if batch.entry_padding:
             # Of a pipeline's stage other stages see the rows, too.
-            is_inner = not getattr(model, "pre_process", True) or not getattr(model, "post_process", True)
+            is_inner = self.hands_on or not getattr(model, "pre_process", True)
             if is_inner or is_foreign or (processor is not None and batch.tokens % ranks.size):
                 return EagerReason.SIGNATURE_CHANGED
             # They stay, and whose rotary tables its layers get shows further in: a host's are for the rows
             # given. Rows of padding reach no expert: layers of experts never get a pack to find out with.
             are_own = self._arguments.are_own
-            if not (batch.key.by_token or dispatcher.masks_at_entry or are_own):
+            if not (batch.key.by_token or has_experts(model.config) or are_own):
                 reason = EagerReason.WARMING_UP if are_own is None else EagerReason.SIGNATURE_CHANGED
                 if not batch.as_given(reason):
                     return reason
         as_given = {} if processor is None else dict(given)
         batch.enter(given, _ROW_LISTS)
-        if is_longer and batch.entry_padding and (rows := given.get("decoder_input")) is not None:
+        if batch.entry_padding and (rows := given.get("decoder_input")) is not None:
             if not rows.requires_grad:
                 # The way back is a collective, and another rank may have a use for it.
                 rows = rows.detach().requires_grad_(torch.is_grad_enabled())
