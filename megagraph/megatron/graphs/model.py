@@ -95,8 +95,7 @@ class GraphedModel:
         self._row: Tensor | None = None  # one of hidden states, on no device
         # Why one that no graph takes shows what its block is called with: for any reason, if others run kinds
         # that this rank has not met, until there is a row.
-        others_run = self.peers.run_other_packs
-        self.learns_from = tuple(EagerReason.__members__.values()) if others_run else _CAPTURED_LATER
+        self.learns_from = tuple(EagerReason) if self.peers.run_other_packs else _CAPTURED_LATER
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         # What a forward of it runs, padded or as given; None around one that is not the plugin's.
         self.running: MicroBatch | EagerReason | None = None
@@ -197,21 +196,21 @@ class GraphedModel:
         fits the rows that were given alone, or asks the block for other results.
         """
         dispatcher, entries, ranks = self.dispatcher, self.entries, self.tensor
-        batch: MicroBatch | EagerReason | None = against
         self.unlearned = None
-        if batch is None:
-            # Layers get as many of its rows as they have of hidden states.
-            from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
-            is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
-            mask = given.get("padding_mask")
-            entered = params, tokens, mask, is_shared, entries.are_megatrons, entries.are_settled
-            batch = dispatcher.enter(*entered)
-            if isinstance(batch, MicroBatch) and not batch.is_ready:
-                if batch.capacity is None:
-                    self.unlearned = batch
-                    return EagerReason.WARMING_UP
-                if may_capture and self.running is None and self._capture_inside():
-                    batch = dispatcher.enter(*entered)
+        if against is not None:
+            return against
+        # Layers get as many of its rows as they have of hidden states.
+        from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
+        is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
+        mask = given.get("padding_mask")
+        entered = params, tokens, mask, is_shared, entries.are_megatrons, entries.are_settled
+        batch = dispatcher.enter(*entered)
+        if isinstance(batch, MicroBatch) and not batch.is_ready:
+            if batch.capacity is None:
+                self.unlearned = batch
+                return EagerReason.WARMING_UP
+            if may_capture and self.running is None and self._capture_inside():
+                batch = dispatcher.enter(*entered)
         if isinstance(batch, EagerReason):
             return batch
         processor, is_foreign = given.get("output_processor"), not entries.are_megatrons
@@ -264,9 +263,8 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        if not self.dispatcher.take(
-            batch, hidden_states, table, mask if self.entries.are_megatrons else None
-        ):
+        own_mask = mask if self.entries.are_megatrons else None
+        if not self.dispatcher.take(batch, hidden_states, table, own_mask):
             return None
         if batch.key.by_token:
             self._arguments.set_freqs(batch, table)
@@ -310,14 +308,12 @@ class GraphedModel:
             is_new = (captures.watch.whole_state(), entries.block) != self._asked_in
             if self.peers.max_over_ranks([int(has_changed or is_new)]) != [0]:
                 self._look_for_refusal()
-        ddp = find_ddp(models, model) if captures.ddp() is None else None
-        if ddp is None:
-            return
-        captures.ddp = weakly(ddp)
-        captures.failures.clear()  # of its hooks, which nobody expected
-        captures.reset()
-        if self.refusal is None:
-            self._refuse(self._find_refusal())
+        if captures.ddp() is None and (ddp := find_ddp(models, model)) is not None:
+            captures.ddp = weakly(ddp)
+            captures.failures.clear()  # of its hooks, which nobody expected
+            captures.reset()
+            if self.refusal is None:
+                self._refuse(self._find_refusal())
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served.
