@@ -73,15 +73,14 @@ class Entries:
     are_megatrons: bool  # the plugin acts in Megatron's forwards
     are_settled: bool  # it is known where to act; until then micro-batches run as they were given
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.awaited = ""  # what keeps the model eager, unless a call shows frequencies of each token
         self._waited = 0  # steps
         self.find_doors(model)
 
-    def find_doors(self, model: nn.Module) -> None:
+    def find_doors(self, model: Any) -> None:
         """At first, and if the model or its block has another forward by now: `_C.has_forwards()`."""
-        block: Any = model.decoder
-        self.model, self.block = Doors(model), Doors(block)
+        self.model, self.block = Doors(model), Doors(model.decoder)
         self.are_megatrons = self.are_settled = bool(self.model.is_own and self.block.is_own)
         self._failure = ""
         self.news: list[str] = []  # what `settle()` says

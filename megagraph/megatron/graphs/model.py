@@ -60,7 +60,7 @@ def _ranks_of_experts(model: Any) -> HostGroup:
 class GraphedModel:
     """Everything the plugin knows of one GPTModel or HybridModel, which it holds weakly."""
 
-    def __init__(self, model: nn.Module, ddp: nn.Module | None, config: GraphConfig, name: str) -> None:
+    def __init__(self, model: Any, ddp: nn.Module | None, config: GraphConfig, name: str) -> None:
         check_graph_options(model.config)
         self.model, self._config, self.name = weakref.ref(model), config, name
         self.entries = Entries(model)
@@ -77,9 +77,8 @@ class GraphedModel:
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._asked_in: tuple[int, Doors] | None = None  # the state and the doors with which that was asked
         self._refuse(self._find_refusal())
-        model_config: Any = model.config
         are_late = any(spec.finish is not None for spec in self.captures.specs)
-        if self.refusal is None and model_config.delay_wgrad_compute and not are_late:
+        if self.refusal is None and model.config.delay_wgrad_compute and not are_late:
             log.warning(
                 "delay_wgrad_compute delays nothing in graphs: only Transformer Engine's linear layers make "
                 "gradients of their weights later"
