@@ -61,8 +61,6 @@ def _registered() -> list[int]:
 
 def keys_of(model: nn.Module) -> list[Key]:
     """The functions for a model, for what is inside of it, and for what it is inside of."""
-    if not _keys:
-        return []
     inside = set(model.modules())
     return [
         key

@@ -34,13 +34,7 @@ from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
 from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.verifying import Verifier, found_anywhere
-from megagraph.megatron.parallel.ddp import (
-    ParamSyncs,
-    accumulator_hooks,
-    borders_of,
-    is_ddp_hook,
-    listen,
-)
+from megagraph.megatron.parallel.ddp import ParamSyncs, accumulator_hooks, borders_of, is_ddp_hook, listen
 from megagraph.megatron.parallel.groups import refused_for_groups
 from megagraph.megatron.parallel.model_parallel import has_experts, schedule_of, slots_of
 from megagraph.megatron.parallel.peers import Peers
@@ -71,7 +65,6 @@ class Captures:
     """The graphs of one model's layers, what they rely on, and the bank that holds them."""
 
     plan: BlockPlan  # the steps of the layers, of which several whole ones may be joined
-    num_sites: int  # while none are joined
     # By the index of a variant in the bank: the plan's steps, by layer, and what layers are called with.
     steps: Mapping[int, Mapping[int, Sequence[LayerStep]]]
     constants: Mapping[int, _C.Constants]
@@ -176,8 +169,13 @@ class Captures:
         self._last_holders = holders
         return not holders
 
-    def capture(self, variants: Sequence[VariantSpec]) -> None:
-        """Captures what `prepared()` has made. A failure of a layer is logged and leaves it eager."""
+    def capture(self, keys: Sequence[VariantKey], row: Tensor) -> None:
+        """Captures variants of rows such as this one. A failure of a layer is logged and leaves it eager."""
+        if self.watch.is_watching and self.are_kept_out_otherwise():
+            self.reset()
+        self._prepare()
+        self._context.warm_up(self.device)
+        variants = [self._variant(key, row) for key in keys]
         seconds = self.bank.capture_seconds
         try:
             self._capture_and_verify(variants)
@@ -197,14 +195,6 @@ class Captures:
         shapes = "; ".join(dict.fromkeys(str(variant.key.capacity) for variant in variants))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
-
-    def prepared(self, keys: Sequence[VariantKey], row: Tensor) -> list[VariantSpec]:
-        """Variants of rows such as this one, to be captured at once: settles which layers stay eager."""
-        if self.watch.is_watching and self.are_kept_out_otherwise():
-            self.reset()
-        self._prepare()
-        self._context.warm_up(self.device)
-        return [self._variant(key, row) for key in keys]
 
     def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> None:
         """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined."""
@@ -368,21 +358,15 @@ class Captures:
         return {**found, **self._kept_out_now(), **self.plan.refused}
 
     def _kept_out_now(self) -> Mapping[int, Why]:
-        return {
-            **self.plan.no_longer_graphed(),
-            **self._with_late_hooks(),
-            **refused_for_groups(self.specs, self._peers.same_pack(), self.model),
-        }
-
-    def _with_late_hooks(self) -> Mapping[int, Why]:
-        """Those whose late gradients somebody but DDP waits for."""
-        return {
+        awaited = {  # their late gradients, by somebody but DDP
             index: (EagerReason.FOREIGN_HOOK, f"hook {called_name(hook)} on gradients that come late")
             for index, spec in enumerate(self.specs)
             for module in (delaying(spec.modules()) if spec.finish is not None else ())
             for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ())
             if not is_ddp_hook(hook)
         }
+        refused = refused_for_groups(self.specs, self._peers.same_pack(), self.model)
+        return {**self.plan.no_longer_graphed(), **awaited, **refused}
 
     def _ineligible_in_group(self) -> Mapping[int, Why]:
         """Those that some rank of the group cannot graph, or has found to be at fault before."""
@@ -405,14 +389,15 @@ class Captures:
         self.plan = self._each
         left = self._ineligible_in_group()
         # A rank that has got another layer has forgotten what it found about the one before.
-        anywhere = self._peers.max_over_ranks([int(place in self._apart) for place in range(self.num_sites)])
+        num_sites = len(self.specs)  # while none are joined
+        anywhere = self._peers.max_over_ranks([int(place in self._apart) for place in range(num_sites)])
         self._apart = {place for place, is_apart in enumerate(anywhere) if is_apart}
         if self._entries.are_megatrons:
             borders = borders_of(self.ddp(), self.specs)
             joined = self._each.joined(borders, {*left, *self._apart})
-            if len(joined.specs) < self.num_sites:
+            if len(joined.specs) < num_sites:
                 self.plan = joined
-        if self.plan is self._each and self.num_sites > 1 and not self._has_said_why_apart:
+        if self.plan is self._each and num_sites > 1 and not self._has_said_why_apart:
             self._has_said_why_apart = True
             log.warning("cuda_graph_granularity='chunk' joins no layers: %s", self._why_apart())
 
@@ -449,7 +434,6 @@ class Captures:
         if has_others or self.plan.may_graph_more():
             self._seen = now
             self._each = self.plan = BlockPlan(block, self.scopes)
-            self.num_sites = len(self.specs)
             self._apart.clear()
             if has_others:
                 self._wrong.clear()

@@ -259,8 +259,7 @@ class Changes:
             gone = states.forget_oldest(self._due.states_with_graphs())
             self._due.forget_states(gone)
             self._accepted -= gone
-            for number in gone:
-                self._made_new.pop(number, None)
+            self._made_new = {it: what for it, what in self._made_new.items() if it not in gone}
 
     def _what_changed(self) -> str:
         watch = self._captures.watch

@@ -13,7 +13,7 @@ capacities are known packs run as given, and need equal rows as with Megatron al
 the same step boundary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megagraph import _C
@@ -22,15 +22,24 @@ from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
 from megagraph.log import log
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
-from megagraph.megatron.graphs.refusals import warm_up_of
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["Dispatcher", "MicroBatch"]
 
+_MEGATRONS_WARM_UP = 3  # by default
 # Steps that this rank waits for another one until it says so, and for packs to train on, since those of
 # evaluations are smaller, until it learns from evaluations alone.
 _PATIENCE = 20
+
+
+def _warm_up_of(config: Any, ours: int | None) -> int:
+    """Eager training steps before the capture: as the plugin is told, or as the model's own config says."""
+    option = "cuda_graph_warmup_steps"
+    theirs = int(getattr(config, option, _MEGATRONS_WARM_UP))
+    if ours is None and theirs != _MEGATRONS_WARM_UP:
+        log.info("%d steps of warm-up, as %s in the model's config says", max(theirs, 1), option)
+    return max(theirs, 1) if ours is None else ours
 
 
 class Dispatcher(_C.Dispatcher):
@@ -45,16 +54,15 @@ class Dispatcher(_C.Dispatcher):
 
     def __init__(self, model_config: Any, config: GraphConfig, tables: LayerArguments, peers: Peers) -> None:
         context = peers.context
-        masks_tail, pads_at_entry = has_experts(model_config), peers.tensor.shards_sequence
         # Whether ranks of other packs run as many rows in each micro-batch.
         self.needs_equal_rows = need_equal_rows(model_config)
-        self.warm_up_steps = warm_up_of(model_config, config.cuda_graph_warmup_steps)
+        self.warm_up_steps = _warm_up_of(model_config, config.cuda_graph_warmup_steps)
         super().__init__(
             extra_seqs=config.tail.extra_seqs,
             depends_on_longest=tables.depend_on_max_seqlen,
             needs_equal_rows=self.needs_equal_rows,
-            masks_tail=masks_tail,
-            pads_at_entry=pads_at_entry,
+            masks_tail=has_experts(model_config),
+            pads_at_entry=peers.tensor.shards_sequence,
             is_own_table=tables.include,
             is_by_token=tables.is_by_token,
             may_be_by_token=not model_config.apply_rope_fusion and context.sizes == (1,),
@@ -65,8 +73,6 @@ class Dispatcher(_C.Dispatcher):
             run_alike=not peers.run_other_packs,
             warm_up_steps=self.warm_up_steps,
         )
-        # Whether every micro-batch has a padding mask, which its ranks share with the rows.
-        self.masks_at_entry = masks_tail and pads_at_entry
         self._tail, self._context, self._tensor = config.tail, context, peers.tensor
         self._waited = self._evaluations = 0  # steps
         self.expected_tokens = 0  # of a rank's share of a pack, as the schedule says; 0 or 1 if it does not
@@ -92,29 +98,27 @@ class Dispatcher(_C.Dispatcher):
         self.by_cp_size = by_cp_size
         self.set_capacities(by_cp_size)
 
-    @property
-    def known(self) -> Sequence[Capacity]:
-        """Capacities for packs that do not say by how many ranks they are shared."""
-        return self.by_cp_size.get(self._context.size, ())
+    def _each(self) -> Iterator[tuple[int, Capacity]]:
+        """Every capacity, with the number of ranks that share its packs."""
+        return ((size, capacity) for size, its in self.by_cp_size.items() for capacity in its)
 
     def check(self) -> None:
         """Raises `ValueError` if the ranks of the model cannot run packs of these capacities."""
-        numbers = sorted({capacity.tokens for capacity in self.known})
+        numbers = sorted({capacity.tokens for _size, capacity in self._each()})
         if self.needs_equal_rows and len(numbers) > 1:
             raise ValueError(
                 "experts are spread over ranks and take as many rows from each: expected capacities of one "
                 f"number of tokens, got {', '.join(map(str, numbers))}; set max_seqlen_per_dp_cp_rank to the "
                 "largest, and cuda_graph_max_packed_seqs"
             )
-        for cp_size, capacities in self.by_cp_size.items():
-            for capacity in capacities:
-                self._tensor.rows(capacity.tokens)
-                if cp_size > 1 and capacity.tokens % 2:
-                    raise ValueError(
-                        f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
-                        f"ranks share, got {capacity.tokens}"
-                    )
-                self._tail.check(capacity, cp_size)
+        for cp_size, capacity in self._each():
+            self._tensor.rows(capacity.tokens)
+            if cp_size > 1 and capacity.tokens % 2:
+                raise ValueError(
+                    f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
+                    f"ranks share, got {capacity.tokens}"
+                )
+            self._tail.check(capacity, cp_size)
 
     def needs(self) -> list[int]:
         """Of the packs that were observed, and of those to come: as `needs_of()`, or as the schedule says."""
@@ -152,8 +156,8 @@ class Dispatcher(_C.Dispatcher):
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
             "max_seqlen_per_dp_cp_rank=%d",
             num_shapes,
-            ",".join(str(capacity.num_seqs) for capacity in self.known),
-            self.known[0].tokens,
+            ",".join(str(capacity.num_seqs) for capacity in self.by_cp_size[self._context.size]),
+            tokens,
         )
 
     def variants(self, kinds: Iterable[VariantKey]) -> list[VariantKey]:
@@ -165,6 +169,5 @@ class Dispatcher(_C.Dispatcher):
         """The capacities as plain values."""
         return [
             capacity.as_dict() | ({"cp_size": size} if len(self.by_cp_size) > 1 else {})
-            for size, capacities in self.by_cp_size.items()
-            for capacity in capacities
+            for size, capacity in self._each()
         ]

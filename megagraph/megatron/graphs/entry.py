@@ -45,9 +45,6 @@ def names_of(function: Callable[..., Any]) -> Sequence[str]:
 class Doors:
     """The two doors of a model, or of its block of layers, and at which of them the plugin acts."""
 
-    own: str  # the name of Megatron's forward
-    problem: str  # why nothing can be served around the call; empty if something can
-
     def __init__(self, module: nn.Module) -> None:
         forward: Any = module.forward
         function = getattr(forward, "__func__", forward)
@@ -61,33 +58,29 @@ class Doors:
         self.reached = 0  # calls that have come to where the plugin acts, or should have and are counted
         seams = (GPT_FORWARD, BLOCK_FORWARD, *(hybrid_seams() or ()))
         seam = next((seam for seam in seams if isinstance(module, seam.owner())), None)
+        self.own = "" if seam is None else seam.path  # the name of Megatron's forward
+        self.problem = ""  # why nothing can be served around the call; empty if something can
         if seam is None:  # its calls are not wrapped
-            self.own, self.is_own = "", False
+            self.is_own = False
             self.problem = f"its layers are run by {self.called}, which is of none of Megatron's blocks"
-            return
-        self.own = seam.path
-        missing = seam.missing_in(forward)
-        overrides = f"{self.called} overrides {self.own} and has no parameter"
-        self.problem = f"{overrides} {missing}" if missing else ""
+        elif missing := seam.missing_in(forward):
+            self.problem = f"{self.called} overrides {self.own} and has no parameter {missing}"
 
 
 class Entries:
     """How a model and its block of layers are entered."""
 
-    model: Doors
-    block: Doors
     are_megatrons: bool  # the plugin acts in Megatron's forwards
     are_settled: bool  # it is known where to act; until then micro-batches run as they were given
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.awaited = ""  # what keeps the model eager, unless a call shows frequencies of each token
         self._waited = 0  # steps
         self.find_doors(model)
 
-    def find_doors(self, model: nn.Module) -> None:
+    def find_doors(self, model: Any) -> None:
         """At first, and if the model or its block has another forward by now: `_C.has_forwards()`."""
-        block: Any = model.decoder
-        self.model, self.block = Doors(model), Doors(block)
+        self.model, self.block = Doors(model), Doors(model.decoder)
         self.are_megatrons = self.are_settled = bool(self.model.is_own and self.block.is_own)
         self._failure = ""
         self.news: list[str] = []  # what `settle()` says

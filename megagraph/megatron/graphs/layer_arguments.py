@@ -39,15 +39,14 @@ __all__ = ["LayerArguments", "MlaTables", "layer_constants"]
 class LayerArguments(dict[VariantKey, Constants]):
     """What the layers of each variant are called with, and which rotary tables are the model's own."""
 
-    def __init__(self, model: nn.Module, entries: Entries) -> None:
+    def __init__(self, model: Any, entries: Entries) -> None:
         super().__init__()
         self._model, self.entries = weakref.ref(model), entries
-        config: Any = model.config
         # Multi-latent attention makes the tables, and cuts them to the rows of the pack.
         self.are_cut = has_mla(model)
         has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
         # They say where positions begin; with fused RoPE these begin anew in documents.
-        self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
+        self.depend_on_max_seqlen = has_tables and not model.config.apply_rope_fusion
         # Multimodal RoPE's frequencies have a row for each token.
         self.is_by_token = getattr(model, "position_embedding_type", None) == "mrope"
         # Whether the layers were handed the model's own table when that was last asked; None before.
@@ -108,7 +107,7 @@ class LayerArguments(dict[VariantKey, Constants]):
 
 
 def layer_constants(
-    model: nn.Module, params: Any, hidden_states: Tensor, *, is_overridden: bool = False
+    model: Any, params: Any, hidden_states: Tensor, *, is_overridden: bool = False
 ) -> Mapping[str, Any]:
     """What a model calls its layers with for a pack, less the pack, its mask and the hidden states [T, 1, H].
 
@@ -116,7 +115,6 @@ def layer_constants(
     runs, and no values of the hidden states are read. Raises `ValueError` if unfused RoPE has a table of
     another length than the pack declares, so that where positions begin cannot be told.
     """
-    config: Any = model.config
     forward = model.forward
     if not is_overridden:
         seams = (GPT_FORWARD, *(hybrid_seams() or ()))
@@ -137,7 +135,7 @@ def layer_constants(
     constants = {name: value for name, value in handed.items() if value is not None}
     table = constants.get("rotary_pos_emb")
     rows = table.size(0) if isinstance(table, Tensor) else params.max_seqlen_q
-    if rows != params.max_seqlen_q and not config.apply_rope_fusion:
+    if rows != params.max_seqlen_q and not model.config.apply_rope_fusion:
         raise ValueError(f"expected a rotary table of max_seqlen, {params.max_seqlen_q} rows, got {rows}")
     return constants
 

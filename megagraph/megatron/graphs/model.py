@@ -23,7 +23,7 @@ from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
-from megagraph.megatron.parallel.model_parallel import TensorRanks
+from megagraph.megatron.parallel.model_parallel import TensorRanks, has_experts
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.watch import weakly
@@ -60,7 +60,7 @@ def _ranks_of_experts(model: Any) -> HostGroup:
 class GraphedModel:
     """Everything the plugin knows of one GPTModel or HybridModel, which it holds weakly."""
 
-    def __init__(self, model: nn.Module, ddp: nn.Module | None, config: GraphConfig, name: str) -> None:
+    def __init__(self, model: Any, ddp: nn.Module | None, config: GraphConfig, name: str) -> None:
         check_graph_options(model.config)
         self.model, self._config, self.name = weakref.ref(model), config, name
         self.entries = Entries(model)
@@ -77,9 +77,8 @@ class GraphedModel:
         self.refusal: Refusal | None = None  # why the whole model stays eager
         self._asked_in: tuple[int, Doors] | None = None  # the state and the doors with which that was asked
         self._refuse(self._find_refusal())
-        model_config: Any = model.config
         are_late = any(spec.finish is not None for spec in self.captures.specs)
-        if self.refusal is None and model_config.delay_wgrad_compute and not are_late:
+        if self.refusal is None and model.config.delay_wgrad_compute and not are_late:
             log.warning(
                 "delay_wgrad_compute delays nothing in graphs: only Transformer Engine's linear layers make "
                 "gradients of their weights later"
@@ -95,8 +94,7 @@ class GraphedModel:
         self._row: Tensor | None = None  # one of hidden states, on no device
         # Why one that no graph takes shows what its block is called with: for any reason, if others run kinds
         # that this rank has not met, until there is a row.
-        others_run = self.peers.run_other_packs
-        self.learns_from = tuple(EagerReason.__members__.values()) if others_run else _CAPTURED_LATER
+        self.learns_from = tuple(EagerReason) if self.peers.run_other_packs else _CAPTURED_LATER
         self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         # What a forward of it runs, padded or as given; None around one that is not the plugin's.
         self.running: MicroBatch | EagerReason | None = None
@@ -197,21 +195,21 @@ class GraphedModel:
         fits the rows that were given alone, or asks the block for other results.
         """
         dispatcher, entries, ranks = self.dispatcher, self.entries, self.tensor
-        batch: MicroBatch | EagerReason | None = against
         self.unlearned = None
-        if batch is None:
-            # Layers get as many of its rows as they have of hidden states.
-            from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
-            is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
-            mask = given.get("padding_mask")
-            entered = params, tokens, mask, is_shared, entries.are_megatrons, entries.are_settled
-            batch = dispatcher.enter(*entered)
-            if isinstance(batch, MicroBatch) and not batch.is_ready:
-                if batch.capacity is None:
-                    self.unlearned = batch
-                    return EagerReason.WARMING_UP
-                if may_capture and self.running is None and self._capture_inside():
-                    batch = dispatcher.enter(*entered)
+        if against is not None:
+            return against
+        # Layers get as many of its rows as they have of hidden states.
+        from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
+        is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)
+        mask = given.get("padding_mask")
+        entered = params, tokens, mask, is_shared, entries.are_megatrons, entries.are_settled
+        batch = dispatcher.enter(*entered)
+        if isinstance(batch, MicroBatch) and not batch.is_ready:
+            if batch.capacity is None:
+                self.unlearned = batch
+                return EagerReason.WARMING_UP
+            if may_capture and self.running is None and self._capture_inside():
+                batch = dispatcher.enter(*entered)
         if isinstance(batch, EagerReason):
             return batch
         processor, is_foreign = given.get("output_processor"), not entries.are_megatrons
@@ -219,21 +217,21 @@ class GraphedModel:
             return EagerReason.WARMING_UP
         if given.get("attention_mask") is not None or given.get("extra_block_kwargs") is not None:
             return EagerReason.SIGNATURE_CHANGED
-        if is_longer := ranks.shards_sequence and batch.entry_padding:
+        if batch.entry_padding:
             # Of a pipeline's stage other stages see the rows, too.
-            is_inner = not getattr(model, "pre_process", True) or not getattr(model, "post_process", True)
+            is_inner = self.hands_on or not getattr(model, "pre_process", True)
             if is_inner or is_foreign or (processor is not None and batch.tokens % ranks.size):
                 return EagerReason.SIGNATURE_CHANGED
             # They stay, and whose rotary tables its layers get shows further in: a host's are for the rows
             # given. Rows of padding reach no expert: layers of experts never get a pack to find out with.
             are_own = self._arguments.are_own
-            if not (batch.key.by_token or dispatcher.masks_at_entry or are_own):
+            if not (batch.key.by_token or has_experts(model.config) or are_own):
                 reason = EagerReason.WARMING_UP if are_own is None else EagerReason.SIGNATURE_CHANGED
                 if not batch.as_given(reason):
                     return reason
         as_given = {} if processor is None else dict(given)
         batch.enter(given, _ROW_LISTS)
-        if is_longer and batch.entry_padding and (rows := given.get("decoder_input")) is not None:
+        if batch.entry_padding and (rows := given.get("decoder_input")) is not None:
             if not rows.requires_grad:
                 # The way back is a collective, and another rank may have a use for it.
                 rows = rows.detach().requires_grad_(torch.is_grad_enabled())
@@ -264,9 +262,8 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        if not self.dispatcher.take(
-            batch, hidden_states, table, mask if self.entries.are_megatrons else None
-        ):
+        own_mask = mask if self.entries.are_megatrons else None
+        if not self.dispatcher.take(batch, hidden_states, table, own_mask):
             return None
         if batch.key.by_token:
             self._arguments.set_freqs(batch, table)
@@ -278,10 +275,9 @@ class GraphedModel:
         assert batch.reason is not None
         self._row = hidden_states.new_empty(hidden_states.shape[1:], device="meta")
         self.learns_from = _CAPTURED_LATER
-        has_other_rows = batch.is_as_given and self.tensor.shards_sequence
         # Nothing was captured for it, or in the settings of now.
         is_new = batch.key.kind not in self._due.captured or batch.reason is EagerReason.NUMERICS_CHANGED
-        if is_new and not has_other_rows:
+        if is_new:
             self.verifier.keep(batch, hidden_states)
         if not (batch.key.by_token or batch.is_own(table, hidden_states)):
             batch.run_as_given(is_own_table=False)
@@ -311,14 +307,12 @@ class GraphedModel:
             is_new = (captures.watch.whole_state(), entries.block) != self._asked_in
             if self.peers.max_over_ranks([int(has_changed or is_new)]) != [0]:
                 self._look_for_refusal()
-        ddp = find_ddp(models, model) if captures.ddp() is None else None
-        if ddp is None:
-            return
-        captures.ddp = weakly(ddp)
-        captures.failures.clear()  # of its hooks, which nobody expected
-        captures.reset()
-        if self.refusal is None:
-            self._refuse(self._find_refusal())
+        if captures.ddp() is None and (ddp := find_ddp(models, model)) is not None:
+            captures.ddp = weakly(ddp)
+            captures.failures.clear()  # of its hooks, which nobody expected
+            captures.reset()
+            if self.refusal is None:
+                self._refuse(self._find_refusal())
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served.
@@ -412,8 +406,7 @@ class GraphedModel:
         assert self._row is not None
         due = self._due
         self.changes.make_room()
-        variants = self.captures.prepared(self.dispatcher.variants(kinds), self._row)
-        self.captures.capture(variants)
+        self.captures.capture(self.dispatcher.variants(kinds), self._row)
         # Nor has a bank captured any whose place this one has just taken.
         self.changes.follow_capture(is_first=not due.captured)
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
@@ -489,8 +482,8 @@ class GraphedModel:
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
             "replayed_rows": replayed,
             "padding_share": 1 - valid / replayed if replayed else None,
-            "cuda_graph_modules": [*self.captures.scopes],
-            "layers": self.captures.num_sites,
+            "cuda_graph_modules": [*captures.scopes],
+            "layers": sum(spec.calls for spec in captures.specs),
             "sites": len(bank.specs),
             "graphs": bank.num_graphs,
             "slots": bank.num_slots,

@@ -23,10 +23,7 @@ from megagraph.megatron.scopes.moe import EXPERTS, ROUTER, has_forced_routing, h
 from megagraph.megatron.scopes.parts import DENSE, MAMBA, MLP, experts_of, is_mamba
 from megagraph.reasons import EagerReason, Why
 
-__all__ = [
-    *("Refusal", "broken_rule", "check_graph_options", "legal_scopes", "refusal_of", "scopes_of"),
-    "warm_up_of",
-]
+__all__ = ["Refusal", "broken_rule", "check_graph_options", "legal_scopes", "refusal_of", "scopes_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,6 @@ class Refusal:
 
 
 _BY_DEFAULT = GraphConfig()
-_MEGATRONS_WARM_UP = 3  # by default
 
 # An attribute of a config, the value that is fine, and what any other but None is called.
 _Option = tuple[str, Any, str]
@@ -121,17 +117,8 @@ def scopes_of(model: Any, ours: Collection[str]) -> Collection[str]:
     return ours or legal_scopes(model.config, [*model.decoder.layers])
 
 
-def warm_up_of(config: Any, ours: int | None) -> int:
-    """Eager training steps before the capture: as the plugin is told, or as the model's own config says."""
-    option = "cuda_graph_warmup_steps"
-    theirs = int(getattr(config, option, _MEGATRONS_WARM_UP))
-    if ours is None and theirs != _MEGATRONS_WARM_UP:
-        log.info("%d steps of warm-up, as %s in the model's config says", max(theirs, 1), option)
-    return max(theirs, 1) if ours is None else ours
-
-
 def refusal_of(
-    model: nn.Module,
+    model: Any,
     ddp: nn.Module | None,
     scopes: Collection[str] = (),
     options: GraphConfig = _BY_DEFAULT,
@@ -141,9 +128,8 @@ def refusal_of(
     what = next(_unsupported(model, ddp, options), None)
     if what is not None:
         return Refusal(sentence=f"{what} is not supported yet")
-    block: Any = model.decoder
-    config: Any = model.config
-    broken = broken_rule(config, scopes, list(block.layers)) or why_eager
+    config = model.config
+    broken = broken_rule(config, scopes, [*model.decoder.layers]) or why_eager
     if broken is not None:
         return Refusal(reason=broken[0], sentence=broken[1])
     rope = seams.replaced_rope(is_mla=seams.has_mla(model), is_fused=config.apply_rope_fusion)
@@ -282,7 +268,6 @@ def _unsupported_experts(config: Any, block: Any) -> Iterator[str]:
 _NAMED, _RECOMPUTED = "cuda_graph_modules", "recompute_modules"
 _OVERLAPS = "overlap_moe_expert_parallel_comm"
 
-
 # The number of a rule that is broken, and a sentence that says so and what to write instead.
 Broken = Iterator[tuple[str, str]]
 
@@ -302,10 +287,9 @@ def legal_scopes(config: Any, layers: Sequence[nn.Module]) -> Sequence[str]:
     Then it is all but these, as far as that is legal.
     """
     waiting = [layer for layer in layers if EXPERTS.is_in(layer) and not has_grouped(layer)]
-    named = [part.name for part in DENSE if any(map(part.is_in, layers))]
     is_planned = getattr(config, _OVERLAPS, False)
-    if is_planned and MLP.name in named:  # M4
-        named.remove(MLP.name)
+    legal = [part for part in DENSE if not (is_planned and part is MLP)]  # M4
+    named = [part.name for part in legal if any(map(part.is_in, layers))]
     may_route = all(ROUTER.check(layer) is None for layer in waiting)
     for scopes in ([*named, ROUTER.name], named) if may_route else (named,):
         if (waiting or is_planned) and scopes and broken_rule(config, scopes, layers) is None:

@@ -90,8 +90,8 @@ class Verifier:
 
         One that runs on fewer rows than graphs of ranks that share them is none to verify these on.
         """
-        is_padded = batch.capacity is not None or not self._tensor.shards_sequence
-        if self._is_on and is_padded and batch.reason not in _ARE_NO_EXAMPLES:
+        runs_fewer = self._tensor.shards_sequence and (batch.capacity is None or batch.is_as_given)
+        if self._is_on and not runs_fewer and batch.reason not in _ARE_NO_EXAMPLES:
             self._keep(batch, hidden_states)
 
     def keep_replayed(self, batch: MicroBatch, hidden_states: Tensor) -> None:

@@ -26,8 +26,6 @@ from megagraph.reasons import EagerReason
 
 __all__ = ["LayerLoop", "LayersOneByOne"]
 
-BeforeSite = Callable[[int], None] | None
-
 
 def _walk(
     steps: Iterable[LayerStep],
@@ -35,7 +33,7 @@ def _walk(
     batch: MicroBatch,
     hidden_states: Any,
     arguments: Mapping[str, Any],
-    before_site: BeforeSite,
+    before_site: Callable[[int], None] | None,
     *,
     is_padded: bool,
 ) -> Tensor:
@@ -184,10 +182,8 @@ class LayersOneByOne:
         return self._cut if further is None else (self._cut, *further)
 
     def _is_expected(self, is_mamba: bool, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-        if (
-            kwargs.get("attention_mask") is not None
-            or kwargs.get("packed_seq_params") is not self._batch.params
-        ):
+        has_its_pack = kwargs.get("packed_seq_params") is self._batch.params
+        if kwargs.get("attention_mask") is not None or not has_its_pack:
             return False
         if is_mamba:  # whatever the block hands to its other layers
             return all(value is None for value in arguments.values())
