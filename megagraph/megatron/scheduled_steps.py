@@ -141,6 +141,8 @@ class ScheduledSteps:
                 wrong = f"expected tensors {dict(dtypes) or ''}, got {dict(own)}"
             elif len(shapes) != 1 or len(shapes[0]) != 1:
                 wrong = f"expected tensors of one shape [L], got {shapes}"
+            elif layouts := {tensor.layout for tensor in document.values()} - {torch.strided}:
+                wrong = f"expected dense tensors, got {layouts.pop()}"
             if wrong:
                 return contents._replace(error=f"document {index}: {wrong}")
             dtypes = own

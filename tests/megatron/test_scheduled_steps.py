@@ -117,6 +117,7 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
     limits = ScheduleLimits(ranks=4, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
     short = {name: rows[:-1] if name == "tokens" else rows for name, rows in document(0, 5).items()}
     narrow = {name: rows.int() if name == "tokens" else rows for name, rows in document(0, 5).items()}
+    sparse = {name: rows.to_sparse() for name, rows in document(0, 5).items()}
     one = [document(0, 5)]
     for of_ranks, message in (
         ([[one], [one], [one], []], r"^expected a step of every rank, got none of ranks \[3\]$"),
@@ -124,6 +125,11 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         (
             [[one], [[narrow]], [one], [one]],
             "^expected documents with the same tensors on every rank, got rank",
+        ),
+        # Bug: it raised once it was sent, on one rank.
+        (
+            [[one], [[sparse]], [one], [one]],
+            "^rank 1: document 0: expected dense tensors, got torch.sparse_coo$",
         ),
         ([[one], [[document(0, 33)]], [one], [[]]], "^document 1 of 33 tokens is too long"),
         ([[[]], [[]], [[]], [[]]], "^0 documents cannot fill"),

@@ -134,13 +134,14 @@ class Entries:
                 if not each.is_own:
                     self._tell(f"{each.called} is entered in place of {each.own}")
         self.are_settled = bool(failure) or (is_known and not self.awaited)
-        self._waited += bool(is_known and self.awaited)
-        if self._waited == _PATIENCE:
-            log.warning(
-                "runs eager until a pack of several documents shows whether rotary frequencies have a row "
-                "for each token; if they have none: %s",
-                self.awaited,
-            )
+        if is_known and self.awaited:
+            self._waited += 1
+            if self._waited == _PATIENCE:
+                log.warning(
+                    "runs eager until a pack of several documents shows whether rotary frequencies have a row "
+                    "for each token; if they have none: %s",
+                    self.awaited,
+                )
         for sentence in self.news:
             log.info(sentence)
         self.news.clear()
