@@ -6,8 +6,7 @@ that are not refused, and only if routers are given a mask.
 
 Rows of padding are taken out between the choice of experts and the dropping of tokens (docs/decisions.md). So
 they are counted for no bias either, and reach no dispatcher; one that counts on `topk` experts for every row
-is told how many there are. Megatron's own count for the bias raises if there is a mask, and is repaired in
-every model.
+is told how many there are.
 """
 
 import contextvars
@@ -95,7 +94,7 @@ def wrap_choice(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the count for the experts' bias, which takes the mask for one of experts, and raises."""
+    """Wraps the count for the bias of experts in every model: it takes the mask for theirs, and raises."""
 
     def _apply_expert_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         padding = None if padding_mask is None else padding_mask.reshape(-1, 1)
