@@ -218,9 +218,8 @@ def grouped_experts() -> type[Any]:
             steps: Any = types.SimpleNamespace(config=config, activation_func=config.activation_func)
             steps.linear_fc1 = steps.linear_fc2 = _THROUGH
 
-            def activate(inner: Tensor, weights: Tensor) -> Tensor:
-                out: Tensor = MLP.forward(steps, inner, weights)[0]
-                return out
+            def activate(inner: Tensor, weights: Tensor) -> Any:
+                return MLP.forward(steps, inner, weights)[0]
 
             inner = self._multiply(self.linear_fc1, rows.offsets, sort, *given)
             return self._multiply(self.linear_fc2, rows.offsets, activate, inner, weights), None

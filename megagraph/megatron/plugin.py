@@ -78,24 +78,22 @@ class Plugin:
         self._outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # since a step began
         self._finalizers: list[weakref.finalize[..., nn.Module]] = []
 
-    def graphs_of_model(self, model: nn.Module) -> GraphedModel:
-        """The graphs of a GPTModel; made at its first forward."""
-        graphs = self._graphs.get(key_of(model))
-        return self._add(model) if graphs is None else graphs
-
     def graphs_around(self, module: nn.Module) -> GraphedModel | None:
         """The graphs of the model whose layers have a module, if it has run and is not refused; else None."""
         if module not in self._around and module not in self._outside:
             self._outside.add(module)
             for graphs in self.all_graphs():
                 model = graphs.model()
-                layers = () if model is None else model.get_submodule("decoder").modules()
-                if any(module is inside for inside in layers):
+                if model is not None and module in model.get_submodule("decoder").modules():
                     self._around[module] = graphs
         found = self._around.get(module)
         return None if found is None or found.refusal is not None else found
 
-    def _add(self, model: Any) -> GraphedModel:
+    def graphs_of_model(self, model: Any) -> GraphedModel:
+        """The graphs of a GPTModel; made at its first forward."""
+        key = key_of(model)
+        if (known := self._graphs.get(key)) is not None:
+            return known
         ddp, stages = find_ddp(self.step_models, model), schedule_of(model)
         name = self._name(model, stages)
         self.has_pipeline = self.has_pipeline or stages.stages > 1
@@ -106,7 +104,6 @@ class Plugin:
         with about(name), torch.inference_mode(False):  # its tensors are written later, in any mode
             graphs = GraphedModel(model, ddp, self.config, name)
         graphs.changes.set_suspended(self._is_suspended)
-        key = key_of(model)
         self._graphs[key] = graphs
         self._when_gone(model, lambda: self.gone.append(self._graphs.pop(key)))
         blocks: tuple[Any, Any] = model.decoder, getattr(model, "mtp", None)
@@ -116,7 +113,7 @@ class Plugin:
                 self._when_gone(block, self._of_block.pop, key_of(block), None)
         self._inside.clear()  # it may have taken another one's place in a wrapper
         self._outside.clear()
-        if any(graphs is other for other in self._graphs_inside(self.step_models)):
+        if graphs in self._graphs_inside(self.step_models):
             self.step_graphs.add(graphs)
         return graphs
 

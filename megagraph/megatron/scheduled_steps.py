@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the documents of each step into micro-batches of packs that groups of several sizes share."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +11,7 @@ from torch import Tensor, distributed
 
 from megagraph._C import PackDealing
 from megagraph.megatron.parallel.context import ContextGroups
-from megagraph.megatron.seams import PACKED_SEQ_PARAMS
+from megagraph.megatron.seams import PACKED_SEQ_PARAMS, packs_have
 from megagraph.packs.schedule import Document, ScheduledPack, ScheduleLimits, schedule_packs, share
 
 __all__ = ["MicroBatch", "ScheduledSteps"]
@@ -175,17 +174,15 @@ class ScheduledSteps:
         positions = [share(torch.arange(num * size), num, size, place) for num in rows]
         # By the limits and not by the pack: packs with and without padded offsets are captured apart.
         is_padded = self._limits.cp_sizes[-1] > 1 or self._limits.alignment > 1
-        make = PACKED_SEQ_PARAMS.function()
-        has_between = "pad_between_seqs" in inspect.signature(make).parameters
         actual, padded = self._offsets(lengths), self._offsets([num * size for num in rows])
-        params = make(
+        params = PACKED_SEQ_PARAMS.function()(
             qkv_format="thd",
             **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), actual),
             **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded if is_padded else None),
             **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(rows) * size),
             local_cp_size=size,
             cp_group=self._groups.of_size(size),
-            **({"pad_between_seqs": True} if is_padded and has_between else {}),
+            **({"pad_between_seqs": True} if is_padded and packs_have("pad_between_seqs") else {}),
         )
         return MicroBatch(
             cp_size=size,

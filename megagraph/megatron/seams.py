@@ -30,7 +30,7 @@ __all__ = [
     *("SCHEDULES", "STAGE_GROUP", "SUPPORTED", "YARN_EMBEDDING", "Seam"),
     *("as_before", "called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
     *("hybrid_seams", "inference_flag", "is_replaced", "made_in", "misfits", "moe_metrics", "moe_records"),
-    *("nodes_of", "packs_say_documents", "permutation_sorts", "plans_free_what_one_expert_reads"),
+    *("nodes_of", "packs_have", "permutation_sorts", "plans_free_what_one_expert_reads"),
     *("replaced_choice", "replaced_rope", "router_losses_count_ranks", "stand_in", "unfit"),
 ]
 
@@ -170,9 +170,9 @@ def hybrid_seams() -> tuple[Seam, Seam] | None:
     return None
 
 
-def packs_say_documents() -> bool:
-    """Whether the release's packs have `seq_idx`, the document of each row."""
-    return "seq_idx" in inspect.signature(PACKED_SEQ_PARAMS.function()).parameters
+def packs_have(field: str) -> bool:
+    """Whether the release's packs can say something, such as `seq_idx`, the document of each row."""
+    return field in inspect.signature(PACKED_SEQ_PARAMS.function()).parameters
 
 
 # -- attention -----------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:
     module, seams = _ROPE, [MLA_ROPE if is_mla else ATTENTION_ROPE, PACKED_ROPE, ROWS_ROPE]
     if is_fused:
         module, seams = "megatron.core.fusions.fused_mla_yarn_rope_apply", [MLA_QUERY_ROPE, MLA_KEY_ROPE]
-    functions = (_below_ours(seam.function()) for seam in seams)
+    functions = (_below(seam.function(), "megagraph.") for seam in seams)
     return next((called_name(function) for function in functions if made_in(function) != module), None)
 
 
@@ -271,7 +271,7 @@ PERMUTATION = Seam(_DISPATCHERS, "permute", "tokens routing_map probs num_out_to
 
 def replaced_choice() -> str | None:
     """The name of a function that a host has put in place of Megatron's choice of experts, or None."""
-    function = _below_ours(EXPERT_CHOICE.function())
+    function = _below(EXPERT_CHOICE.function(), "megagraph.")
     return None if made_in(function) == _MOE_UTILS else called_name(function)
 
 
@@ -360,9 +360,9 @@ def hybrid_groups(cp_sizes: Collection[int]) -> Sequence[Any]:
 # -- what a host may have put in a seam's place --------------------------------------------------
 
 
-def _below_ours(function: Any) -> Any:
-    """What a function of ours is wrapped around; any other function itself."""
-    return inspect.unwrap(function, stop=lambda it: not made_in(it).startswith("megagraph."))
+def _below(function: Any, *wrappers: str) -> Any:
+    """What a function is wrapped around by packages, such as ours; any other function itself."""
+    return inspect.unwrap(function, stop=lambda it: not made_in(it).startswith(wrappers))
 
 
 def made_in(function: Any) -> str:
@@ -379,12 +379,8 @@ def is_replaced(module: Any, seam: Seam) -> bool:
     """Whether a module runs another method than Megatron's, or ours around it, under a seam's name."""
     method: Any = getattr(module, seam.name, None)
     function = getattr(method, "__func__", method)
-    while (owner := made_in(function)) != seam.module:
-        # Ours, and Megatron's own decorators.
-        if not owner.startswith(("megagraph.", "megatron.core.")) or not hasattr(function, "__wrapped__"):
-            return True
-        function = function.__wrapped__
-    return False
+    # Below ours, and Megatron's own decorators.
+    return made_in(_below(function, "megagraph.", "megatron.core.")) != seam.module
 
 
 # -- the installed release -----------------------------------------------------------------------
@@ -404,7 +400,7 @@ _OF_SOME_MODELS = (
 
 def _of_some_models() -> Sequence[Seam]:
     hybrid = hybrid_seams() or ()
-    documents = (MIXER_DOCUMENTS,) if hybrid and not packs_say_documents() else ()
+    documents = (MIXER_DOCUMENTS,) if hybrid and not packs_have("seq_idx") else ()
     return (*_OF_SOME_MODELS, *hybrid, *documents, *((ENGINE_ATTENTION,) if has_engine() else ()))
 
 

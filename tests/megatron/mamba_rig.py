@@ -20,7 +20,7 @@ class Documented(Micro):
     """A micro-batch whose pack says the document of each row, where the release's packs can."""
 
     def params(self, device: torch.device) -> Any:
-        said = {"total_tokens": self.physical} if seams.packs_say_documents() else {}
+        said = {"total_tokens": self.physical} if seams.packs_have("seq_idx") else {}
         return dataclasses.replace(super().params(device), **said)
 
 
@@ -57,7 +57,7 @@ class PlainMixer(nn.Module):
     def _documents(self, params: Any, rows: int) -> Tensor:
         from megatron.core.ssm.mamba_mixer import MambaMixer
 
-        if seams.packs_say_documents():
+        if seams.packs_have("seq_idx"):
             index = params.seq_idx
         else:
             index = MambaMixer._create_packed_seq_idx(self, params, rows)

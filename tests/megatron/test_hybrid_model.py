@@ -126,7 +126,7 @@ def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
     told, untold = (
         step(pair.graphed, [it(lengths=(9, 20))], update=False).losses[0] for it in (Documented, rig.Micro)
     )
-    assert torch.equal(told, untold) == (not seams.packs_say_documents())
+    assert torch.equal(told, untold) == (not seams.packs_have("seq_idx"))
 
 
 def test_a_padding_mask_and_other_tables_reach_no_mamba_layer() -> None:

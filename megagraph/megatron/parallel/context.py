@@ -123,7 +123,7 @@ class ContextRanks:
         vars(self).pop("own_group", None)
         if group is None or group is distributed.group.WORLD:
             self._of_sizes = None
-        elif any(group is known for known in self.known()):
+        elif group in self.known():
             self.is_whole = False
 
     def are_own(self, cp_size: int, group: _Group | None) -> bool:
@@ -193,8 +193,7 @@ class ContextRanks:
 
 def unsupported_sharing(model: Any) -> Iterator[str]:
     """What of a model ranks cannot share packs in, in words."""
-    found = (getattr(module, "core_attention", None) for module in model.modules())
-    cores = [core for core in found if core is not None]
+    cores = [core for it in model.modules() if (core := getattr(it, "core_attention", None)) is not None]
     engines = (seams.ENGINE_ATTENTION.owner(),) if seams.has_engine() else ()
     of_engine = [core for core in cores if isinstance(core, engines)]
     known = [core for core in of_engine if not seams.is_replaced(core, seams.ENGINE_ATTENTION)]
@@ -202,8 +201,7 @@ def unsupported_sharing(model: Any) -> Iterator[str]:
     for name in sorted({type(core).__name__ for core in foreign}):
         yield f"attention of class {name}"
     # It gets the rows past a pack's end as one document more, of padding alone.
-    says_padding = "pad_between_seqs" in vars(seams.PACKED_SEQ_PARAMS.function())
-    if of_engine and not says_padding:
+    if of_engine and not seams.packs_have("pad_between_seqs"):
         yield "Transformer Engine's attention, of packs that cannot say pad_between_seqs"
     if any(hasattr(module, "mixer") for module in model.modules()):
         yield "Mamba layers"
@@ -288,7 +286,7 @@ _kept: tuple[_Group | None, Mapping[int, _Group]] = (None, {})
 
 def _in_order(group: _Group | None) -> list[int]:
     """The ranks of a group in the order of their places; none if it is one no more."""
-    return distributed.get_process_group_ranks(group) if group is not None and ranks_of(group) else []
+    return distributed.get_process_group_ranks(group) if ranks_of(group) else []
 
 
 def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:

@@ -81,8 +81,7 @@ class HostGroup:
             return list(values)
         largest = torch.tensor(list(values), dtype=torch.int64)
         self._group().allreduce([largest], distributed.ReduceOp.MAX).wait()
-        found: list[int] = largest.tolist()
-        return found
+        return largest.tolist()
 
     def gather(self, what: object) -> list[Any]:
         """What each of them says, in the order of ranks; it costs little if all say nothing: None."""
@@ -205,8 +204,7 @@ class Peers(HostGroup):
         """Whether the graphs, or these ranks, need a process group; None and the world are every group."""
         if group is None or group is distributed.group.WORLD:
             return self.size > 1
-        used = (*(self._of_pack or {}).values(), *self.context.known(), *self._held.values())
-        return any(group is each for each in used)
+        return group in (*(self._of_pack or {}).values(), *self.context.known(), *self._held.values())
 
     def leave(self, group: Any) -> None:
         """Forgets the groups: one is about to be destroyed, or every group if it is None or the world."""

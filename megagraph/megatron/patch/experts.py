@@ -4,13 +4,9 @@
 Megatron keeps rows that a padding mask names out of losses, and routes them like all others. Acts in models
 that are not refused, and only if routers are given a mask.
 
-A router that is told what to choose, or whose choices are recorded, is shown the rows that were given, since
-that is how many its host has choices for, or wants.
-
 Rows of padding are taken out between the choice of experts and the dropping of tokens (docs/decisions.md). So
 they are counted for no bias either, and reach no dispatcher; one that counts on `topk` experts for every row
-is told how many there are. Megatron's own count for the bias raises if there is a mask, and is repaired in
-every model.
+is told how many there are.
 """
 
 import contextvars
@@ -37,10 +33,10 @@ _padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("paddin
 
 
 def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `TopKRouter.forward`: a router that is told what to choose has the rows that were given.
+    """Wraps `TopKRouter.forward`: a router that is told what to choose, or recorded, has the rows given.
 
-    The others reach no expert. Routing of a host's gets the mask that was given, too, or none; Megatron's
-    that of the canonical pack's first rows.
+    That is how many its host has choices for, or wants; the others reach no expert. Routing of a host's gets
+    the mask that was given, too, or none; Megatron's that of the canonical pack's first rows.
     """
 
     def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
@@ -98,7 +94,7 @@ def wrap_choice(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the count for the experts' bias, which takes the mask for one of experts, and raises."""
+    """Wraps the count for the bias of experts in every model: it takes the mask for theirs, and raises."""
 
     def _apply_expert_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         padding = None if padding_mask is None else padding_mask.reshape(-1, 1)

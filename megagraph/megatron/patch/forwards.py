@@ -36,13 +36,13 @@ _Function = Callable[..., Any]
 
 def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
     """Wraps the call of models: acts around it if Megatron's forward is not reached."""
-    known_graphs, act = plugin.known_graphs, wrap_model_forward(plugin, original, around_call=True)
+    act = wrap_model_forward(plugin, original, around_call=True)
     infers = inference_flag()
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():  # a compiled model is its compiler's, in its counts as in its calls
             return original(model, *args, **kwargs)
-        graphs, get = known_graphs(key_of(model)), kwargs.get
+        graphs, get = plugin.known_graphs(key_of(model)), kwargs.get
         is_inference = infers() or get("inference_context") is not None or get("inference_params") is not None
         if graphs is None:  # a stage of a pipeline may have no layers
             if plugin.is_over or is_inference or is_ours(model) or not len(model.decoder.layers):
@@ -72,13 +72,13 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
 
 def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool = False) -> _Function:
     """Wraps Megatron's forward of models, or all of their call: decides, and hands on a pack accordingly."""
-    known_graphs, own_names = plugin.known_graphs, None if around_call else names_of(original)[1:]
+    own_names = None if around_call else names_of(original)[1:]
     infers = inference_flag()
 
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(model, *args, **kwargs)
-        graphs = known_graphs(key_of(model))
+        graphs = plugin.known_graphs(key_of(model))
         if args:
             # A call is one of a known model.
             names = graphs.entries.model.names if own_names is None else own_names  # type: ignore[union-attr]
@@ -156,10 +156,9 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
 
 def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
     """Wraps the call of blocks: replaces their layers one by one if Megatron's forward is not reached."""
-    graphs_of_block = plugin.graphs_of_block
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = None if is_dynamo_compiling() else graphs_of_block(key_of(block))
+        graphs = None if is_dynamo_compiling() else plugin.graphs_of_block(key_of(block))
         if graphs is None or graphs.running is None:
             return original(block, *args, **kwargs)
         batch, doors = graphs.running, graphs.entries.block
@@ -202,10 +201,10 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
 
     What the block has `kept` from its layers but those of Megatron's one class the loop gets here.
     """
-    graphs_of_block, further_names = plugin.graphs_of_block, names_of(original)[3:]
+    further_names = names_of(original)[3:]
 
     def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = None if is_dynamo_compiling() else graphs_of_block(key_of(block))
+        graphs = None if is_dynamo_compiling() else plugin.graphs_of_block(key_of(block))
         if graphs is None or graphs.running is None or graphs.entries.block.is_own is False:
             return original(block, hidden_states, attention_mask, *args, **kwargs)
         entries, batch, get = graphs.entries, graphs.running, kwargs.get
@@ -314,10 +313,9 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
 def wrap_prediction(plugin: Plugin, original: _Function) -> _Function:
     """Wraps `MultiTokenPredictionBlock.forward`."""
     names = names_of(original)[1:]
-    graphs_of_block = plugin.graphs_of_block
 
     def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = None if is_dynamo_compiling() else graphs_of_block(key_of(block))
+        graphs = None if is_dynamo_compiling() else plugin.graphs_of_block(key_of(block))
         batch = None if graphs is None else graphs.running
         if isinstance(batch, MicroBatch):
             args, kwargs = by_name(names, args, kwargs)

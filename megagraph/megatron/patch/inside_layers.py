@@ -30,9 +30,7 @@ from megagraph.megatron.seams import MLA_QUERY_ROPE, ROWS_ROPE, Seam
 from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla
 
-__all__ = [
-    *("wrap_documents", "wrap_engine_attention", "wrap_foreign_rope", "wrap_mla_rope", "wrap_rope"),
-]
+__all__ = ["wrap_documents", "wrap_engine_attention", "wrap_foreign_rope", "wrap_mla_rope", "wrap_rope"]
 
 _Function = Callable[..., Any]
 
@@ -159,8 +157,7 @@ def wrap_engine_attention(original: _Function) -> _Function:
             given.arguments["packed_seq_params"] = with_tail_as_document(pack, cp_size * rows)
         for name in ("query", "key", "value"):
             given.arguments[name] = _without_gradient_tail(given.arguments[name], end)
-        out: Tensor = original(*given.args, **given.kwargs)
-        return _without_tail(out.contiguous(), end)
+        return _without_tail(original(*given.args, **given.kwargs).contiguous(), end)
 
     return forward
 

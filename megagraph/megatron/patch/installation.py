@@ -82,7 +82,7 @@ def _wrap_all(plugin: Plugin) -> None:
         model, stack = hybrid
         _wrap(model, *of_models)
         _wrap(stack, of(forwards.wrap_block_forward, kept=seams.KEPT_BY_STACKS), block_call)
-        if not seams.packs_say_documents():
+        if not seams.packs_have("seq_idx"):
             _wrap(seams.MIXER_DOCUMENTS, inside_layers.wrap_documents)
     _wrap(seams.PREDICTION_FORWARD, of(forwards.wrap_prediction))
     for seam in (seams.ATTENTION_ROPE, seams.MLA_ROPE, seams.PACKED_ROPE, seams.FUSED_ROPE):
@@ -159,8 +159,10 @@ def install(
             if name_of is not None and _plugin is not None:
                 _plugin.name_of = name_of
             return
+        option = next(it for it, value in vars(config).items() if value != getattr(installed, it))
+        difference = f"{option} is {getattr(installed, option)}, not {getattr(config, option)}"
         raise RuntimeError(
-            f"megagraph is installed already, with other options ({_difference(installed, config)}): "
+            f"megagraph is installed already, with other options ({difference}): "
             "uninstall() first, or under `megagraph run` or MEGAGRAPH_AUTO leave install() out of the script"
         )
     if torch.cuda.is_available() and not _C.WITH_CUDA:
@@ -190,13 +192,6 @@ def install_with(config: GraphConfig, **changes: Any) -> None:
     global _asked
     install(dataclasses.replace(config, **changes))
     _asked = config
-
-
-def _difference(installed: GraphConfig, asked: GraphConfig) -> str:
-    """The first option that differs."""
-    names = (field.name for field in dataclasses.fields(GraphConfig))
-    name = next(it for it in names if getattr(installed, it) != getattr(asked, it))
-    return f"{name} is {getattr(installed, name)}, not {getattr(asked, name)}"
 
 
 def _as_config(given: object, installed: GraphConfig | None) -> GraphConfig:

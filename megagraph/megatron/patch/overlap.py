@@ -186,18 +186,15 @@ class _Passage:
         if not isinstance(batch, MicroBatch):
             return _run(submodule, mixture, node, hidden_states)
         with stand_in(self._graphs, running=batch):
-            attended: Tensor | None = None
-            if self._steps:
-                out, front = self._replay(index, node, hidden_states)
-                if front is not None:
-                    self._let_go[index] = let_go_of(mixture)
-                    # For the other nodes what Megatron's own first one would leave.
-                    rows, probs, shared, residual = front(layer, out)
-                    node.layer_state.residual = node.detach(residual)
-                    if shared is not None:
-                        node.layer_state.shared_expert_output = node.detach(shared)
-                    return rows, probs
-                attended = out
+            attended, front = self._replay(index, node, hidden_states)
+            if front is not None:
+                self._let_go[index] = let_go_of(mixture)
+                # For the other nodes what Megatron's own first one would leave.
+                rows, probs, shared, residual = front(layer, attended)
+                node.layer_state.residual = node.detach(residual)
+                if shared is not None:
+                    node.layer_state.shared_expert_output = node.detach(shared)
+                return rows, probs
             if attended is None and index == 0:
                 hidden_states = batch.pad(hidden_states)
             attention = {} if attended is None else {"_forward_attention": lambda **_: (attended, None)}
@@ -205,14 +202,14 @@ class _Passage:
                 return _run(submodule, mixture, node, hidden_states)
 
     def _replay(self, index: int, node: Any, before: Tensor) -> tuple[Any, _Function | None]:
-        """Replays the site of a layer.
+        """Replays the site of a layer, if its micro-batch replays.
 
         Returns hidden states behind attention, or None if nothing has run; or what a router in the graph
         has left, and what goes on from there.
         """
         batch, captures = self._batch, self._graphs.captures
         assert isinstance(batch, MicroBatch)
-        bank, steps = captures.bank, self._steps[index]
+        bank, steps = captures.bank, self._steps.get(index, ())
         attended, self._handed_on, handed_on = None, None, self._handed_on
         for step in steps:
             if step.site is None and not step.parts:

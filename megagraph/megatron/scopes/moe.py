@@ -36,7 +36,7 @@ their graph depends on what was routed where.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from megagraph.bank.sites import Outputs
 from megagraph.config import graph_modules
 from megagraph.megatron import seams
 from megagraph.megatron.grouped_experts import is_grouped
-from megagraph.megatron.scopes.parts import MLP, LayerPart, Run, experts_of, in_mlp, run_mlp
+from megagraph.megatron.scopes.parts import MLP, Front, LayerPart, Run, experts_of, in_mlp, run_mlp
 
 __all__ = [
     *("DISPATCHED", "EXPERTS", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER", "UNROUTED"),
@@ -77,7 +77,6 @@ def make_scale(block: nn.Module) -> None:
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device=router.weight.device)
 
 
-_NOTHING = contextlib.nullcontext()
 UNROUTED = "_megagraph_routes_fewer"  # an attribute of maps that may route rows to no expert
 
 
@@ -161,23 +160,18 @@ def _unsupported_whole(layer: Any) -> str | None:
 MOE = LayerPart(name="moe", run=_run_whole, children=MLP.children, routes=True, check=_unsupported_whole)
 
 
-# Rows and probabilities to dispatch, the output of shared experts, and what entered the layer's half.
-_Front = tuple[Tensor, Tensor, Tensor | None, Tensor]
-
-
-def _preprocess(layer: Any, before: Sequence[Tensor], preprocessing: Any = _NOTHING) -> _Front:
-    """What comes between a router and the dispatch; `preprocessing` is around all of it."""
+def _preprocess(layer: Any, before: Sequence[Tensor]) -> Front:
+    """What comes between a router and the dispatch."""
     normed, probs, routing_map, *shared, residual = before
     setattr(routing_map, UNROUTED, True)
-    with preprocessing:
-        hidden, probs = layer.mlp.preprocess(normed, probs, routing_map)
+    hidden, probs = layer.mlp.preprocess(normed, probs, routing_map)
     return hidden, probs, shared[0] if shared else None, residual
 
 
-def _behind(front: Callable[[Any, Sequence[Tensor]], _Front]) -> Run:
+def _behind(front: Callable[[Any, Sequence[Tensor]], Front]) -> Run:
     """All of a layer behind its router, in one."""
 
-    def run(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    def run(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Any:
         mixture = layer.mlp
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(let_go_of(mixture))
@@ -185,8 +179,7 @@ def _behind(front: Callable[[Any, Sequence[Tensor]], _Front]) -> Run:
             hidden, probs = mixture.dispatch(hidden, probs)
             hidden, bias = mixture.routed_experts_compute(hidden, probs)
             hidden = mixture.postprocess(mixture.combine(hidden), shared)
-        out: Tensor = layer._forward_post_mlp((hidden, bias), residual)
-        return out
+        return layer._forward_post_mlp((hidden, bias), residual)
 
     return in_mlp(run)
 
@@ -256,18 +249,6 @@ def take_permuted() -> Sequence[Tensor] | None:
     permuted = _ready.get()
     _ready.set(None)
     return permuted
-
-
-@contextlib.contextmanager
-def _handing_out(permuted: Sequence[Tensor]) -> Iterator[None]:
-    """Around a dispatcher's preprocessing: it permutes nothing, but takes what was permuted."""
-    token = _ready.set(permuted)
-    try:
-        yield
-        if _ready.get() is not None:
-            raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
-    finally:
-        _ready.reset(token)
 
 
 def _most_routed(dispatcher: Any, rows: int) -> int:
@@ -353,13 +334,20 @@ PREPROCESS = LayerPart(
 )
 
 
-def _preprocess_permuted(layer: Any, before: Sequence[Tensor]) -> _Front:
+def _preprocess_permuted(layer: Any, before: Sequence[Tensor]) -> Front:
+    """The same of rows that were permuted already: the dispatcher takes these, and permutes nothing."""
     rows, of_rows, places, probs, routing_map, *further, residual = before
     # Where nothing else reads normed hidden states, only their shape is asked for.
     overlaps = layer.mlp.token_dispatcher.shared_experts is not None
     normed = further.pop(0) if overlaps else residual
-    left = (normed, probs, routing_map, *further, residual)
-    return _preprocess(layer, left, _handing_out((rows, of_rows, places)))
+    token = _ready.set((rows, of_rows, places))
+    try:
+        front = _preprocess(layer, (normed, probs, routing_map, *further, residual))
+        if _ready.get() is not None:
+            raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
+        return front
+    finally:
+        _ready.reset(token)
 
 
 PERMUTED = LayerPart(name="permuted experts", run=_behind(_preprocess_permuted), front=_preprocess_permuted)

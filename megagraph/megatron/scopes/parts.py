@@ -31,13 +31,15 @@ from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import LAYER_FORWARD, MLP_FORWARD, as_before, called_name, is_replaced, stand_in
 
 __all__ = [
-    *("DENSE", "MAMBA", "MLP", "LayerPart", "Run", "delaying", "experts_of", "forget_delayed"),
+    *("DENSE", "MAMBA", "MLP", "Front", "LayerPart", "Run", "delaying", "experts_of", "forget_delayed"),
     *("given_to_mamba", "in_mlp", "is_mamba", "run_layer", "run_mlp", "why_not_halved"),
 ]
 
 
 # From a layer, what the part before hands on, and the layer's arguments.
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
+# Rows and probabilities to dispatch, the output of shared experts if there is any, and what entered the half.
+Front = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,8 @@ class LayerPart:
     # Of several tensors those, by index, that the next part alone reads.
     transient: Callable[[Any], Sequence[int]] = lambda layer: ()
     routes: bool = False  # it has a router, which adds to metrics that no module owns
-    # Of what stays eager behind a router in a graph: all up to the dispatch, as plans run it in a node of its
-    # own. Returns routed rows, their probabilities, the output of shared experts if there is any, and what
-    # entered.
-    front: Callable[[Any, Sequence[Tensor]], tuple[Tensor, Tensor, Tensor | None, Tensor]] | None = None
+    # Of what stays eager behind a router in a graph: all up to the dispatch, which plans run as one node.
+    front: Callable[[Any, Sequence[Tensor]], Front] | None = None
     # Makes what gradients of weights its backward has left, as the node of a plan does.
     late: Callable[[Any], object] = lambda layer: None
     # Why it cannot be in a graph in some layer, and what to write instead; or None.
@@ -187,22 +187,17 @@ def is_mamba(layer: nn.Module) -> bool:
     return isinstance(layer, MambaLayer)
 
 
-# What a stack hands to such layers; rotary tables and masks are for the others.
-_GIVEN = frozenset({"attention_mask", "packed_seq_params"})
-
-
 def given_to_mamba(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a block's arguments those that a Mamba layer takes."""
-    return {name: value for name, value in arguments.items() if name in _GIVEN}
+    """Of a block's arguments those that a Mamba layer takes; rotary tables and masks are for the others."""
+    return {name: arguments[name] for name in ("attention_mask", "packed_seq_params") if name in arguments}
 
 
-def run_layer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def run_layer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
     """The hidden states that a layer returns, alone or before the context of cross attention."""
     if is_mamba(layer):
         arguments = given_to_mamba(arguments)
-    out: Any = layer(hidden_states=hidden_states, **arguments)
-    hidden: Tensor = out[0] if isinstance(out, tuple) else out
-    return hidden
+    out = layer(hidden_states=hidden_states, **arguments)
+    return out[0] if isinstance(out, tuple) else out
 
 
 MAMBA = LayerPart(

@@ -12,7 +12,6 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from megagraph.megatron.scopes.parts import (
     LayerPart,
     Run,
     delaying,
-    experts_of,
     forget_delayed,
     run_layer,
     why_not_halved,
@@ -37,7 +35,7 @@ from megagraph.reasons import EagerReason, Why
 __all__ = ["BlockPlan", "LayerStep"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStep:
     """One step of a layer, or of several whole layers."""
 
@@ -107,7 +105,7 @@ class BlockPlan:
         """
         layers = [step.layer for step in self.steps if step.site is not None]
         # No pass waits for what a dense layer's neighbour dispatches, if attention's backward comes sooner.
-        have_experts = all(experts_of(layer) is not None for layer in self.layers())
+        have_experts = all(map(moe.EXPERTS.is_in, self.layers()))
         return [layers, [len(self._layers) - layer for layer in layers]], have_experts
 
     @property
@@ -225,9 +223,8 @@ class BlockPlan:
             # Other dispatchers have nothing to do before they dispatch.
             parts = moe.ROUTER, moe.PREPROCESS, moe.PERMUTED
         named = [part.name for part in parts if part.name in scopes]
-        why = (
-            moe.unsupported_routing(layer) if named and any(part.name in scopes for part in before) else None
-        )
+        is_split = named and any(part.name in scopes for part in before)
+        why = moe.unsupported_routing(layer) if is_split else None
         if why is None:
             return parts
         reason = EagerReason.SCOPE_UNSUPPORTED.name
@@ -311,8 +308,6 @@ def _joined(steps: Sequence[LayerStep]) -> LayerStep:
 
 def _in_turn(runs: Sequence[Run]) -> Run:
     """Runs some parts or layers, each on what the one before hands on."""
-    if len(runs) == 1:
-        return runs[0]
 
     def run(layer: Any, before: Outputs, arguments: Mapping[str, Any]) -> Outputs:
         for each in runs:
