@@ -138,8 +138,8 @@ class Entries:
             self._waited += 1
             if self._waited == _PATIENCE:
                 log.warning(
-                    "runs eager until a pack of several documents shows whether rotary frequencies have a row "
-                    "for each token; if they have none: %s",
+                    "runs eager until a pack of several documents shows whether rotary frequencies have a "
+                    "row for each token; if they have none: %s",
                     self.awaited,
                 )
         for sentence in self.news:
