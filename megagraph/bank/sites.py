@@ -147,15 +147,10 @@ class SiteSpec(_OfModule):
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The module, and those within that the call uses, by name."""
-        module = self.module
-        if not self._parts:
-            yield from module.named_modules()
-            return
-        yield "", module
-        for name in self.bypassed:
-            yield name, module.get_submodule(name)
-        for part in self._parts:
-            yield from module.get_submodule(part).named_modules(prefix=part)
+        for name in ("", *self.bypassed) if self._parts else ():
+            yield name, self.module.get_submodule(name)
+        for name, root in self.roots():
+            yield from root.named_modules(prefix=name)
 
     def modules(self) -> list[nn.Module]:
         """The same without names."""
