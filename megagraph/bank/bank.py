@@ -64,9 +64,8 @@ class Bank(_C.GraphBank):
             what = f"{len(self.steps)} parts that stay eager" if self.steps else "none"
             raise ValueError(f"expected at least one module, got {what}")
         are_sites = [isinstance(step, SiteSpec) for step in self.steps]
-        sites_so_far = zip(are_sites, itertools.accumulate(are_sites), strict=True)
         # Sites, by index, behind which something stays eager; -1 where it comes before the first one.
-        self.gaps = frozenset(count - 1 for is_site, count in sites_so_far if not is_site)
+        self.gaps = frozenset(sum(are_sites[:at]) - 1 for at, it in enumerate(are_sites) if not it)
         self.options = options
         self.rng = RngSources(device, options.tracker)
         # Whether the tracker draws from other generators than the graphs, which must not be replayed then.
