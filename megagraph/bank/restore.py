@@ -31,7 +31,7 @@ def written_by(site: SiteSpec) -> dict[str, Tensor]:
     """What a site's calls may change in place beside gradients, by what it is in words."""
     return {
         **{f"buffer {name}": buffer for name, buffer in site.named_buffers()},
-        **{f"further state {number}": state for number, state in enumerate(site.further_state())},
+        **{f"further state {number}": state for number, state in enumerate(site.state(site.module))},
         **{f"attribute {it}": held for it, held in plain_tensors([*site.named_modules()]).items()},
     }
 

@@ -181,10 +181,6 @@ class SiteSpec(_OfModule):
         """The buffers that the call uses, each once, by name."""
         return _each_once(it for name, root in self.roots() for it in root.named_buffers(prefix=name))
 
-    def further_state(self) -> Sequence[Tensor]:
-        """The further tensors that the call changes."""
-        return self.state(self.module)
-
 
 class JoinedSites(SiteSpec):
     """Neighbouring sites that one graph runs in each pass; each hands hidden states to the next one."""
@@ -195,7 +191,7 @@ class JoinedSites(SiteSpec):
             name=name,
             module=sites[0].module,
             transient=sites[-1].transient,
-            state=lambda _module: [*{id(it): it for site in sites for it in site.further_state()}.values()],
+            state=lambda _module: [*dict.fromkeys(it for site in sites for it in site.state(site.module))],
         )
         self._sites = tuple(sites)
         self.calls = sum(site.calls for site in sites)
