@@ -259,7 +259,7 @@ class CapturePlan:
             undo.callback(attributes.put_back)
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
-                self._leaves_no_trace(index, keeps_attributes=False),
+                leaves_no_trace([self._sites[index]], work_runs=True),
                 rewinds_of_default_generator(self._backend.device) as rewinds,
                 self._options.guard(),
             ):
@@ -296,7 +296,7 @@ class CapturePlan:
             return
         self._rng.restore(before)
         in_capture = self._saves[index]
-        with self._leaves_no_trace(index):
+        with leaves_no_trace([self._sites[index]], work_runs=True, left_out=self._options.left_out):
             outputs = self._run_once(index, x)
         self._saves[index] = in_capture
         if changed is not None and not all(map(_C.have_same_bits, first, outputs)):
@@ -307,10 +307,6 @@ class CapturePlan:
         if host.put_back() and has_drawn_on_host:
             detail = "draws from Python's or numpy's generator, which a graph asks only once"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
-
-    def _leaves_no_trace(self, index: int, **more: bool) -> contextlib.AbstractContextManager[None]:
-        left_out = self._options.left_out
-        return leaves_no_trace([self._sites[index]], work_runs=True, left_out=left_out, **more)
 
     def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:
         site, training = self._sites[index], self._training
