@@ -124,9 +124,8 @@ def _plain(value: Any) -> Any:
 
 
 def _tail(value: Any) -> TailConvention:
-    if isinstance(value, TailConvention):
-        return value
-    return TailConvention(_choice(value, [convention.value for convention in TailConvention]))
+    names = [convention.value for convention in TailConvention]
+    return value if isinstance(value, TailConvention) else TailConvention(_choice(value, names))
 
 
 def _verify(value: Any) -> str | int:
