@@ -31,7 +31,6 @@ __all__ = [
     "EagerPart",
     "JoinedSites",
     "Outputs",
-    "Saves",
     "SiteSpec",
     "VariantSpec",
     "as_tuple",
@@ -40,8 +39,6 @@ __all__ = [
 
 # What a site hands out: one tensor or several.
 Outputs = Tensor | Sequence[Tensor]
-# Whether a backward pass reads the call's input, and each of its outputs.
-Saves = tuple[bool, list[bool]]
 _Owned = TypeVar("_Owned", bound=Tensor)
 
 
@@ -53,7 +50,6 @@ class CaptureError(RuntimeError):
 
     def __init__(self, *, site: str, index: int, reason: EagerReason, detail: str) -> None:
         super().__init__(f"{site}: {detail}")
-        self.site = site
         self.index = index
         self.reason = reason
         self.detail = detail
@@ -249,11 +245,10 @@ class CapturedVariant:
         self.buffers = [{name: it.buffer() for name, it in spec.metadata.items()} for _ in range(num_slots)]
         with spec.context():
             self.given = [_arguments_of(spec, of_slot) for of_slot in self.buffers]
-        # What the warm-up has found out of each site, by index: what backward passes read of boundaries, what
-        # it reads that nobody has given it, and the bytes kept from its forward to its backward.
-        self.saves: dict[int, Saves] = {}
-        self.reads: dict[int, _C.ReadTrace] = {}
-        self.kept_bytes: dict[int, int] = {}
+        # What the warm-up has found out of each site, by index.
+        self.saves: dict[int, tuple[bool, list[bool]]] = {}  # whether backwards read its input; each output
+        self.reads: dict[int, _C.ReadTrace] = {}  # what it reads that nobody has given it
+        self.kept_bytes: dict[int, int] = {}  # from its forward to its backward
         # What each pass allocates, while the variant is captured; None where slots share nothing.
         self.memories: Mapping[Any, Any] | None = None
         self.sites: Collection[int] = ()  # that have graphs, by index
