@@ -107,10 +107,9 @@ class Bank(_C.GraphBank):
         self.gradient_order: dict[int, Sequence[Tensor]] = {}
         self.failures: list[CaptureError] = []
         self._said: set[str] = set() if former is None else former._said  # of them, in the log
-        self.capture_seconds = 0.0
+        self.capture_seconds: float = 0.0 if former is None else former.capture_seconds
         if former is not None:
             self.continue_from(former)
-            self.capture_seconds = former.capture_seconds
 
     @property
     def num_graphs(self) -> int:
@@ -165,8 +164,7 @@ class Bank(_C.GraphBank):
             self.capture_seconds += time.perf_counter() - start
 
     def _plan(self, variant: CapturedVariant, slot: int) -> CapturePlan:
-        backend, rng, options = self.backend, self.rng, self.options
-        return CapturePlan(backend, rng, options, self.gaps, self.graphable(), variant, slot)
+        return CapturePlan(self.backend, self.rng, self.options, self.gaps, self.graphable(), variant, slot)
 
     def _without_failing(
         self, attempt: Callable[[], _Made], again: Callable[[], None] = lambda: None
