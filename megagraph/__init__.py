@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import runpy
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,14 +83,10 @@ def _check_torch() -> None:
 
 
 def _cuda_of_torch() -> str | None:
-    """The CUDA version of the installed torch, without importing all of it; None where it has none."""
-    if "torch" in sys.modules:
-        version = vars(sys.modules["torch"].version)
-    else:
-        spec = importlib.util.find_spec("torch")
-        assert spec is not None and spec.origin is not None
-        version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    cuda: str | None = version["cuda"]
+    """The CUDA version of the installed torch, without importing it; None where it has none."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    cuda: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
     return cuda
 
 

@@ -39,6 +39,14 @@ _NOT_OPTIONS = (
 )
 
 
+def _parsed(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    """What a value says; an error begins with its name."""
+    try:
+        return parse(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def _choice(value: Any, names: Collection[str]) -> str:
     if value not in names:
         raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
@@ -97,13 +105,7 @@ def _capacity(value: Any) -> Capacity:
         if len(parts) not in (2, 3):
             raise ValueError(f"expected tokens:num_seqs[:max_seqlen], got {value!r}")
         given = dict(zip(keys, [*parts, parts[0]], strict=False))
-    numbers: dict[str, int] = {}
-    for key in keys:
-        try:
-            numbers[key] = _integer(given[key])
-        except ValueError as error:
-            raise ValueError(f"{value!r}: {key}: {error}") from error
-    return Capacity(**numbers)
+    return Capacity(**{key: _parsed(f"{value!r}: {key}", _integer, given[key]) for key in keys})
 
 
 def _capacities(value: Any) -> tuple[Capacity, ...]:
@@ -122,9 +124,8 @@ def _plain(value: Any) -> Any:
 
 
 def _tail(value: Any) -> TailConvention:
-    if isinstance(value, TailConvention):
-        return value
-    return TailConvention(_choice(value, [convention.value for convention in TailConvention]))
+    names = [convention.value for convention in TailConvention]
+    return value if isinstance(value, TailConvention) else TailConvention(_choice(value, names))
 
 
 def _verify(value: Any) -> str | int:
@@ -214,19 +215,13 @@ class GraphConfig:
         if cuda_graph_scope is not None:
             if self.cuda_graph_modules:
                 raise ValueError("cuda_graph_modules and cuda_graph_scope: expected one of them, got both")
-            try:
-                object.__setattr__(self, "cuda_graph_modules", graph_modules(cuda_graph_scope))
-            except ValueError as error:
-                raise ValueError(f"cuda_graph_scope: {error}") from error
+            modules = _parsed("cuda_graph_scope", graph_modules, cuda_graph_scope)
+            object.__setattr__(self, "cuda_graph_modules", modules)
         for option in dataclasses.fields(self):
             (_type, parse), value = get_args(option.type), getattr(self, option.name)
-            if value is None and option.default is None:
-                continue
-            try:
-                parsed = parse(value)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{option.name}: {error}") from error
-            object.__setattr__(self, option.name, parsed)  # as a frozen dataclass sets its own fields
+            if value is not None or option.default is not None:
+                parsed = _parsed(option.name, parse, value)
+                object.__setattr__(self, option.name, parsed)  # as a frozen dataclass sets its own fields
         counts, tokens = self.cuda_graph_max_packed_seqs, self.max_seqlen_per_dp_cp_rank
         if self.capacities and (counts or tokens is not None or self.max_seqlen is not None):
             raise ValueError(
@@ -317,10 +312,7 @@ class GraphConfig:
         Without a base, MEGAGRAPH_CONFIG may name its file.
         """
         if base is None and (path := environ.get(f"{_PREFIX}CONFIG")):
-            try:
-                base = cls.from_toml(path)
-            except ValueError as error:
-                raise ValueError(f"environment: {_PREFIX}CONFIG: {error}") from error
+            base = _parsed(f"environment: {_PREFIX}CONFIG", cls.from_toml, path)
         values = {
             name.removeprefix(_PREFIX).lower(): value
             for name, value in environ.items()

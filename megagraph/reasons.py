@@ -66,9 +66,7 @@ _NEEDED = {
 def verdict(reports: Sequence[Mapping[str, Any]]) -> str:
     """The line, of all models of a run together."""
     calls, replays = (sum(report[key] for report in reports) for key in ("calls", "replays"))
-    eager: Counter[str] = Counter()
-    for report in reports:
-        eager.update(report["eager"])
+    eager = sum((Counter[str](report["eager"]) for report in reports), Counter[str]())
     if not calls:
         return (
             "nothing replayed: no GPTModel or HybridModel ran a forward through get_forward_backward_func()"

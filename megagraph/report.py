@@ -188,11 +188,9 @@ def write_report(reports: Sequence[ModelReport], path: Path, **more: Any) -> Non
 
 def _file_behind(path: Path) -> Path | None:
     """The file that a path names behind all symbolic links, there or not; None if it is no regular file."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
             return None
-    except FileNotFoundError:
-        pass
     return Path(os.path.realpath(path))
 
 

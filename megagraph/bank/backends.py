@@ -20,6 +20,7 @@ from megagraph import _C
 __all__ = ["Backend", "CudaBackend", "KeptMemoryError", "Lent", "PassMemories", "backend_for"]
 
 Generators = Callable[[], Sequence[torch.Generator]]
+Work = Callable[[], None]
 # Of each pass, by a name: what it allocates (`_C.PassMemory`); one that is asked for is made.
 PassMemories: TypeAlias = Mapping[Hashable, Any]
 # Entered around work on the backend's stream that is to get memory of a pool.
@@ -57,12 +58,7 @@ class Backend:
         """Before its first pass: has a pool hold so many bytes in one block."""
 
     def record(
-        self,
-        pool: int,
-        body: Callable[[], None],
-        memory: _C.PassMemory | None = None,
-        give_back: Callable[[], None] = lambda: None,
-        lent: int | None = None,
+        self, pool: int, body: Work, memory: _C.PassMemory | None, give_back: Work, lent: int
     ) -> _C.Executable:
         """Records `body` into a pool; of the pass's `memory` slots share what is temporary.
 
@@ -116,10 +112,9 @@ class CudaBackend(Backend):
                 f"megagraph was built without a CUDA compiler and cannot capture on {device}: install "
                 "the CUDA toolkit (nvcc), then reinstall megagraph"
             )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        super().__init__(torch.device("cuda", index))
+        super().__init__(device)
         self._generators = generators
-        self._stream = torch.cuda.ExternalStream(_C.capture_stream(index), device=self.device)
+        self._stream = torch.cuda.ExternalStream(_C.capture_stream(device.index), device=device)
         self._pools: list[tuple[int, int]] = []
         self._scratch: _C.PoolHold | None = None
 
@@ -160,15 +155,10 @@ class CudaBackend(Backend):
         _C.reserve(self.device.index, self._pools[pool], num_bytes)
 
     def record(
-        self,
-        pool: int,
-        body: Callable[[], None],
-        memory: _C.PassMemory | None = None,
-        give_back: Callable[[], None] = lambda: None,
-        lent: int | None = None,
+        self, pool: int, body: Work, memory: _C.PassMemory | None, give_back: Work, lent: int
     ) -> _C.Executable:
         scratch = None if memory is None else self._scratch
-        given, other = (self._pools[pool if it is None else it] for it in (pool, lent))
+        given, other = self._pools[pool], self._pools[lent]
         return _C.capture_work(given, self._generators(), scratch, other, memory, body, give_back)
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:

@@ -64,9 +64,8 @@ class Bank(_C.GraphBank):
             what = f"{len(self.steps)} parts that stay eager" if self.steps else "none"
             raise ValueError(f"expected at least one module, got {what}")
         are_sites = [isinstance(step, SiteSpec) for step in self.steps]
-        sites_so_far = zip(are_sites, itertools.accumulate(are_sites), strict=True)
         # Sites, by index, behind which something stays eager; -1 where it comes before the first one.
-        self.gaps = frozenset(count - 1 for is_site, count in sites_so_far if not is_site)
+        self.gaps = frozenset(sum(are_sites[:at]) - 1 for at, it in enumerate(are_sites) if not it)
         self.options = options
         self.rng = RngSources(device, options.tracker)
         # Whether the tracker draws from other generators than the graphs, which must not be replayed then.
@@ -108,10 +107,9 @@ class Bank(_C.GraphBank):
         self.gradient_order: dict[int, Sequence[Tensor]] = {}
         self.failures: list[CaptureError] = []
         self._said: set[str] = set() if former is None else former._said  # of them, in the log
-        self.capture_seconds = 0.0
+        self.capture_seconds: float = 0.0 if former is None else former.capture_seconds
         if former is not None:
             self.continue_from(former)
-            self.capture_seconds = former.capture_seconds
 
     @property
     def num_graphs(self) -> int:
@@ -166,8 +164,7 @@ class Bank(_C.GraphBank):
             self.capture_seconds += time.perf_counter() - start
 
     def _plan(self, variant: CapturedVariant, slot: int) -> CapturePlan:
-        backend, rng, options = self.backend, self.rng, self.options
-        return CapturePlan(backend, rng, options, self.gaps, self.graphable(), variant, slot)
+        return CapturePlan(self.backend, self.rng, self.options, self.gaps, self.graphable(), variant, slot)
 
     def _without_failing(
         self, attempt: Callable[[], _Made], again: Callable[[], None] = lambda: None

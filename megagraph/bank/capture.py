@@ -28,7 +28,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +165,8 @@ class CapturePlan:
     `sites` are those that do not stay eager, by index, in execution order. `gaps` are the bank's.
     """
 
+    _trace: _C.OpTrace  # while work runs
+
     def __init__(
         self,
         backend: Backend,
@@ -194,7 +195,6 @@ class CapturePlan:
         # Of each site between its forward and its backward: its leaf, and where its backward begins, for each
         # output that has a gradient.
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
-        self._trace: _C.OpTrace | None = None
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
@@ -205,7 +205,7 @@ class CapturePlan:
             with self._backend.recording():
                 yield
         finally:
-            self._trace = None
+            del self._trace
             self._rng.restore(snapshot)
 
     @contextlib.contextmanager
@@ -221,11 +221,9 @@ class CapturePlan:
             raise
         except Exception as error:
             self._options.somewhere(True)
-            last_op = "" if self._trace is None else self._trace.last_op
-            detail = f"{phase} failed at {_line_of(error)}, last op {last_op or 'none'}: "
-            raise self._error(
-                index, EagerReason.CAPTURE_FAILED, f"{detail}{type(error).__name__}: {error}"
-            ) from error
+            where = f"{phase} failed at {_line_of(error)}, last op {self._trace.last_op or 'none'}"
+            detail = f"{where}: {type(error).__name__}: {error}"
+            raise self._error(index, EagerReason.CAPTURE_FAILED, detail) from error
         self._await_peers(index, phase)
 
     def _error(self, index: int, reason: EagerReason, detail: str) -> CaptureError:
@@ -261,7 +259,7 @@ class CapturePlan:
             undo.callback(attributes.put_back)
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
-                self._leaves_no_trace(index, keeps_attributes=False),
+                leaves_no_trace([self._sites[index]], work_runs=True),
                 rewinds_of_default_generator(self._backend.device) as rewinds,
                 self._options.guard(),
             ):
@@ -298,7 +296,7 @@ class CapturePlan:
             return
         self._rng.restore(before)
         in_capture = self._saves[index]
-        with self._leaves_no_trace(index):
+        with leaves_no_trace([self._sites[index]], work_runs=True, left_out=self._options.left_out):
             outputs = self._run_once(index, x)
         self._saves[index] = in_capture
         if changed is not None and not all(map(_C.have_same_bits, first, outputs)):
@@ -309,10 +307,6 @@ class CapturePlan:
         if host.put_back() and has_drawn_on_host:
             detail = "draws from Python's or numpy's generator, which a graph asks only once"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
-
-    def _leaves_no_trace(self, index: int, **more: bool) -> contextlib.AbstractContextManager[None]:
-        left_out = self._options.left_out
-        return leaves_no_trace([self._sites[index]], work_runs=True, left_out=left_out, **more)
 
     def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:
         site, training = self._sites[index], self._training
@@ -328,9 +322,7 @@ class CapturePlan:
             self._await_peers(index, "warm-up of the forward")
             if training:
                 differentiable = [output for output in outputs if output.requires_grad]
-                torch.autograd.backward(
-                    differentiable, [torch.ones_like(output) for output in differentiable]
-                )
+                torch.autograd.backward(differentiable, [*map(torch.ones_like, differentiable)])
                 finish_backward(site, swap, self._options)
                 self._refuse_borrowed(index)
                 late = [name for name, param in site.trainable() if param.grad is not None]
@@ -390,16 +382,13 @@ class CapturePlan:
     def _record(
         self, memories: PassMemories | None, pool: int, kept_in: Sequence[int], given_back: int
     ) -> dict[int, _C.SiteGraph]:
-        def memory(index: int, phase: str) -> Any:
-            return None if memories is None else memories[index, phase]
-
         if memories:  # learned by now; later backwards find room where the first one's site had its memory
             needs = Counter[int]()
             for index in self._sites:
                 behind = Counter[int]()
-                for it in (memory(index, phase) for phase in (_BACKWARD, _REST)):
-                    behind[pool] += it.kept_bytes
-                    behind[given_back] += it.given_back_bytes
+                for phase in (_BACKWARD, _REST):
+                    behind[pool] += memories[index, phase].kept_bytes
+                    behind[given_back] += memories[index, phase].given_back_bytes
                 needs |= behind
             for index in self._sites:
                 forward = memories[index, _FORWARD]
@@ -412,21 +401,19 @@ class CapturePlan:
                 self._backend.reserve(at, num_bytes)
         edges = self._edges
         swaps = {index: swap_of(site, self._training) for index, site in self._sites.items()}
-        bodies = {_FORWARD: self._forward, _BACKWARD: self._backward, _REST: self._finish}
-        give_back = {_FORWARD: edges.give_back_outputs, _BACKWARD: edges.give_back_gradients}
-        passes = [(index, _FORWARD, kept_in[index]) for index in self._sites]
+        passes = [
+            (index, _FORWARD, kept_in[index], self._forward, edges.give_back_outputs) for index in self._sites
+        ]
         for index in reversed([*self._sites] if self._training else []):
-            passes.append((index, _BACKWARD, pool))
+            passes.append((index, _BACKWARD, pool, self._backward, edges.give_back_gradients))
             if self._sites[index].finish is not None:
-                passes.append((index, _REST, pool))
+                passes.append((index, _REST, pool, self._finish, lambda site: None))
         captured: dict[tuple[int, str], _C.Executable] = {}
-        for index, phase, at in passes:
+        for index, phase, at, run, give_back in passes:
+            memory = None if memories is None else memories[index, phase]
+            body, done = functools.partial(run, index, swaps[index]), functools.partial(give_back, index)
             with self._named(index, f"capture of the {phase}"):
-                body = functools.partial(bodies[phase], index, swaps[index])
-                done = functools.partial(give_back.get(phase, lambda _index: None), index)
-                captured[index, phase] = self._backend.record(
-                    at, body, memory(index, phase), done, given_back
-                )
+                captured[index, phase] = self._backend.record(at, body, memory, done, given_back)
                 self._notes[index] = self._backend.note(pool)
         edges.disown()
         return {

@@ -31,28 +31,24 @@ def written_by(site: SiteSpec) -> dict[str, Tensor]:
     """What a site's calls may change in place beside gradients, by what it is in words."""
     return {
         **{f"buffer {name}": buffer for name, buffer in site.named_buffers()},
-        **{f"further state {number}": state for number, state in enumerate(site.further_state())},
+        **{f"further state {number}": state for number, state in enumerate(site.state(site.module))},
         **{f"attribute {it}": held for it, held in plain_tensors([*site.named_modules()]).items()},
     }
 
 
 @contextlib.contextmanager
 def leaves_no_trace(
-    sites: Sequence[SiteSpec],
-    *,
-    work_runs: bool,
-    left_out: Collection[str] = (),
-    keeps_attributes: bool = True,
+    sites: Sequence[SiteSpec], *, work_runs: bool, left_out: Collection[str] | None = None
 ) -> Iterator[None]:
     """Puts back gradients, flags, buffers and attributes of the sites' modules, whatever happens inside.
 
     Where `work_runs`, contents change too. A buffer that is another one afterwards is a `ValueError`, and so
-    is an attribute that has another value and is not left out. The caller may keep attributes instead.
+    is an attribute that has another value and is not left out. By default the caller keeps attributes.
     """
     gradients = KeptGradients(sites, work_runs)
     state = KeptState([written_by(site) for site in sites if work_runs])
     owners = [named for site in sites for named in site.named_modules()]
-    attributes = PlainAttributes(owners if keeps_attributes else (), left_out)
+    attributes = PlainAttributes(() if left_out is None else owners, left_out or ())
     tables = [(module._buffers, dict(module._buffers)) for _name, module in owners]
     try:
         with gradients.put_back_afterwards():

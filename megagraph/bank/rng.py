@@ -127,9 +127,6 @@ class HostStreams:
         return has_moved
 
 
-_Stream = Tensor | torch.Generator
-
-
 def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
     """Whether two generators advance together: swapping them makes new ones of one state."""
     if one is other or one.device != other.device or one.device.type != "cuda":
@@ -165,7 +162,7 @@ class RngSources:
             self._defaults.append(torch.cuda.default_generators[device.index])
         # What graphs draw from, once there are any, and every stream when that was last compared.
         self._captured: list[torch.Generator] | None = None
-        self._seen: list[_Stream] = []
+        self._seen: list[Any] = []
 
     def generators(self) -> list[torch.Generator]:
         """The graph-safe streams of the tracker; a capture has to register them."""
@@ -180,7 +177,7 @@ class RngSources:
         if self._captured is None:
             return False
         # Before each step, so by no function of ours.
-        seen: list[_Stream] = [*self._tracker().get_states().values()]
+        seen = [*self._tracker().get_states().values()]
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
             return False
         now = self.generators()

@@ -31,7 +31,6 @@ __all__ = [
     "EagerPart",
     "JoinedSites",
     "Outputs",
-    "Saves",
     "SiteSpec",
     "VariantSpec",
     "as_tuple",
@@ -40,8 +39,6 @@ __all__ = [
 
 # What a site hands out: one tensor or several.
 Outputs = Tensor | Sequence[Tensor]
-# Whether a backward pass reads the call's input, and each of its outputs.
-Saves = tuple[bool, list[bool]]
 _Owned = TypeVar("_Owned", bound=Tensor)
 
 
@@ -53,7 +50,6 @@ class CaptureError(RuntimeError):
 
     def __init__(self, *, site: str, index: int, reason: EagerReason, detail: str) -> None:
         super().__init__(f"{site}: {detail}")
-        self.site = site
         self.index = index
         self.reason = reason
         self.detail = detail
@@ -147,15 +143,10 @@ class SiteSpec(_OfModule):
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The module, and those within that the call uses, by name."""
-        module = self.module
-        if not self._parts:
-            yield from module.named_modules()
-            return
-        yield "", module
-        for name in self.bypassed:
-            yield name, module.get_submodule(name)
-        for part in self._parts:
-            yield from module.get_submodule(part).named_modules(prefix=part)
+        for name in ("", *self.bypassed) if self._parts else ():
+            yield name, self.module.get_submodule(name)
+        for name, root in self.roots():
+            yield from root.named_modules(prefix=name)
 
     def modules(self) -> list[nn.Module]:
         """The same without names."""
@@ -186,10 +177,6 @@ class SiteSpec(_OfModule):
         """The buffers that the call uses, each once, by name."""
         return _each_once(it for name, root in self.roots() for it in root.named_buffers(prefix=name))
 
-    def further_state(self) -> Sequence[Tensor]:
-        """The further tensors that the call changes."""
-        return self.state(self.module)
-
 
 class JoinedSites(SiteSpec):
     """Neighbouring sites that one graph runs in each pass; each hands hidden states to the next one."""
@@ -200,7 +187,7 @@ class JoinedSites(SiteSpec):
             name=name,
             module=sites[0].module,
             transient=sites[-1].transient,
-            state=lambda _module: [*{id(it): it for site in sites for it in site.further_state()}.values()],
+            state=lambda _module: [*dict.fromkeys(it for site in sites for it in site.state(site.module))],
         )
         self._sites = tuple(sites)
         self.calls = sum(site.calls for site in sites)
@@ -258,11 +245,10 @@ class CapturedVariant:
         self.buffers = [{name: it.buffer() for name, it in spec.metadata.items()} for _ in range(num_slots)]
         with spec.context():
             self.given = [_arguments_of(spec, of_slot) for of_slot in self.buffers]
-        # What the warm-up has found out of each site, by index: what backward passes read of boundaries, what
-        # it reads that nobody has given it, and the bytes kept from its forward to its backward.
-        self.saves: dict[int, Saves] = {}
-        self.reads: dict[int, _C.ReadTrace] = {}
-        self.kept_bytes: dict[int, int] = {}
+        # What the warm-up has found out of each site, by index.
+        self.saves: dict[int, tuple[bool, list[bool]]] = {}  # whether backwards read its input; each output
+        self.reads: dict[int, _C.ReadTrace] = {}  # what it reads that nobody has given it
+        self.kept_bytes: dict[int, int] = {}  # from its forward to its backward
         # What each pass allocates, while the variant is captured; None where slots share nothing.
         self.memories: Mapping[Any, Any] | None = None
         self.sites: Collection[int] = ()  # that have graphs, by index

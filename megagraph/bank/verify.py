@@ -25,7 +25,7 @@ that error ends the job, as in eager.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,6 @@ class Verification:
         self._bank, self._key, self._example = bank, key, example
         self._variant, self._somewhere = bank.captured[bank.variants[key]], bank.options.somewhere
         self._flights: list[_Flight] = []
-        self._arguments: Mapping[str, Any] = {}
         self.differences: list[Difference] = []  # of graphs and modules
         # Sites that differ from themselves; their graphs lie within that.
         self.within_spread: set[int] = set()

@@ -116,7 +116,7 @@ def _state_of(specs: Sequence[SiteSpec]) -> list[Tensor]:
     """What graphs of the sites that are there write and no module owns."""
     # Scopes name the same for all of their sites.
     each = {spec.state: spec for spec in specs if not spec.is_gone}.values()
-    return [tensor for spec in each for tensor in spec.further_state()]
+    return [tensor for spec in each for tensor in spec.state(spec.module)]
 
 
 class LayerWatch(_C.ModuleWatch):

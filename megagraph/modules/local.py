@@ -125,12 +125,7 @@ def _attend_over_heads(
 
 
 # What Megatron calls the ways to share a pack; a ring (`p2p`) is its default, and here not one of them.
-_WAYS = {
-    None: _attend_gathered,
-    "p2p": _attend_gathered,
-    "all_gather": _attend_gathered,
-    "a2a": _attend_over_heads,
-}
+_WAYS = {**dict.fromkeys((None, "p2p", "all_gather"), _attend_gathered), "a2a": _attend_over_heads}
 
 
 def _way(cp_comm_type: str | None) -> Callable[..., Tensor]:
@@ -228,10 +223,10 @@ class VarlenAttention(nn.Module):
                 raise ValueError("VarlenAttention: context-parallel ranks share packs only, got none")
             return self._unpacked(query, key, value, causal).flatten(2)
         offsets = packed_seq_params.cu_seqlens_q_padded  # bound physical rows; without any the others do
-        if offsets is not None and not causal:
-            raise ValueError("VarlenAttention: padding inside a pack needs a causal mask, got none")
         if offsets is None:
             offsets = packed_seq_params.cu_seqlens_q
+        elif not causal:
+            raise ValueError("VarlenAttention: padding inside a pack needs a causal mask, got none")
         longest, group = int(packed_seq_params.max_seqlen_q), self._group_of(packed_seq_params)
         how: dict[str, Any] = {"softmax_scale": self.softmax_scale, "causal": causal}
         if group is None:

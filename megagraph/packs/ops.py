@@ -16,9 +16,9 @@ expected. On a GPU the host never reads offsets: wrong ones give undefined rows 
 """
 
 import enum
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -144,8 +144,7 @@ class RotaryTables:
 
     def __init__(self) -> None:
         # By the memory of the frequencies, whose storage is one object as long as it lives.
-        self._tables: weakref.WeakKeyDictionary[Any, dict[Hashable, list[_Pair]]]
-        self._tables = weakref.WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Any, dict[Hashable, list[_Pair]]] = WeakKeyDictionary()
 
     def tables(self, freqs: Tensor, dtype: torch.dtype, mscale: float) -> tuple[Tensor, Tensor]:
         """Tables of [positions, rotary dimension] in `dtype`.

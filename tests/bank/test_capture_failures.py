@@ -124,7 +124,7 @@ def check_failure(device: str, troubled: Troubled, phase: str, what: list[str], 
     with mock.patch.object(log, "warning") as warned:
         pair.capture()
     (failure,) = pair.bank.failures
-    assert (failure.site, failure.index) == ("2.Troubled", 2)
+    assert failure.index == 2
     assert failure.reason is EagerReason.CAPTURE_FAILED
     message = str(failure)
     assert message.startswith(f"2.Troubled: {phase} failed at ")
@@ -298,7 +298,7 @@ def test_a_rehearsal_finds_what_a_warm_up_would_counts_what_is_kept_and_leaves_n
     troubled.arm()
     warm_up(pair.bank, [variant(), variant("longer", rows=20)])
     (failure,) = pair.bank.failures
-    assert (failure.site, failure.reason) == ("2.Troubled", EagerReason.CAPTURE_FAILED)
+    assert str(failure).startswith("2.Troubled: ") and failure.reason is EagerReason.CAPTURE_FAILED
     assert pair.bank.state == state and pair.bank.captured == {} and pair.bank.all_free()
     assert_same_bits(contents(pair), before, "what the rehearsal left")
 

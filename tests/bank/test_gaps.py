@@ -141,5 +141,5 @@ def test_a_site_answers_for_its_own_modules_alone() -> None:
     names = {name for name, _param in route.named_parameters()}
     assert names == {f"{part}.{of}" for part in ROUTER_PARTS for of in ("weight", "bias")}
     assert {id(param) for param in finish.parameters()} == {id(param) for param in layer.after.parameters()}
-    assert any(buffer is layer.metric for buffer in route.further_state())
-    assert not any(buffer is layer.metric for buffer in finish.further_state())
+    assert any(buffer is layer.metric for buffer in route.state(layer))
+    assert not any(buffer is layer.metric for buffer in finish.state(layer))

@@ -108,7 +108,7 @@ def test_graphs_on_two_streams_take_turns() -> None:
 
 
 def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> None:
-    backend = CudaBackend(torch.device("cuda"))
+    backend = CudaBackend(torch.device("cuda", 0))
     holds = backend.add_pools(2)
     memory, kept = _C.PassMemory(), []
 
@@ -124,31 +124,31 @@ def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> 
         return sum(it["total_size"] for it in segments if tuple(it["segment_pool_id"]) == scratch.pool)
 
     with backend.recording():
-        executables = [backend.record(0, lambda: allocate(32, 64), memory)]
+        executables = [backend.record(0, lambda: allocate(32, 64), memory, lambda: None, 0)]
         assert shared_bytes() == 0  # it was learned
-        executables.append(backend.record(1, lambda: allocate(40, 64), memory))
+        executables.append(backend.record(1, lambda: allocate(40, 64), memory, lambda: None, 1))
         assert shared_bytes() < 64 * 2**20  # of the first, whose size shows once it is allocated
-        executables.append(backend.record(1, lambda: allocate(32, 64), memory))
+        executables.append(backend.record(1, lambda: allocate(32, 64), memory, lambda: None, 1))
         assert shared_bytes() >= 64 * 2**20
     del executables, holds
 
 
 def test_what_outlives_its_pass_in_one_slot_alone_is_an_error() -> None:
-    backend = CudaBackend(torch.device("cuda"))
+    backend = CudaBackend(torch.device("cuda", 0))
     holds = backend.add_pools(2)
     memory, kept = _C.PassMemory(), []
     with backend.recording():
-        first = backend.record(0, lambda: torch.ones(2**20, device="cuda").sum(), memory)
+        first = backend.record(0, lambda: torch.ones(2**20, device="cuda").sum(), memory, lambda: None, 0)
         with pytest.raises(RuntimeError, match="1 allocations outlive their pass"):
-            backend.record(1, lambda: kept.append(torch.ones(2**20, device="cuda")), memory)
+            backend.record(1, lambda: kept.append(torch.ones(2**20, device="cuda")), memory, lambda: None, 1)
         kept.clear()
-        again = backend.record(1, lambda: torch.ones(2**20, device="cuda").sum(), memory)
+        again = backend.record(1, lambda: torch.ones(2**20, device="cuda").sum(), memory, lambda: None, 1)
     del first, again, holds
 
 
 def test_what_is_given_back_behind_its_pass_in_one_slot_alone_is_an_error() -> None:
     """The other slot would write there."""
-    backend = CudaBackend(torch.device("cuda"))
+    backend = CudaBackend(torch.device("cuda", 0))
     holds = backend.add_pools(3)
     memory, kept = _C.PassMemory(), []
 
