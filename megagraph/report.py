@@ -71,11 +71,7 @@ class StepClock:
     def report(self) -> dict[str, Any]:
         """Of each kind the number of steps, and quartiles in ms; null without two of them."""
         return {
-            kind: {
-                "steps": len(host),
-                "host_ms": quartiles(host),
-                "step_ms": quartiles(self._between[kind]),
-            }
+            kind: {"steps": len(host), "host_ms": quartiles(host), "step_ms": quartiles(self._between[kind])}
             for kind, host in self._host.items()
         }
 

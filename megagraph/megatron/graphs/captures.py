@@ -169,13 +169,16 @@ class Captures:
         self._last_holders = holders
         return not holders
 
-    def capture(self, keys: Sequence[VariantKey], row: Tensor) -> None:
-        """Captures variants of rows such as this one. A failure of a layer is logged and leaves it eager."""
+    def prepared(self, keys: Sequence[VariantKey], row: Tensor) -> list[VariantSpec]:
+        """Variants of rows such as this one, to be captured at once: settles which layers stay eager."""
         if self.watch.is_watching and self.are_kept_out_otherwise():
             self.reset()
         self._prepare()
         self._context.warm_up(self.device)
-        variants = [self._variant(key, row) for key in keys]
+        return [self._variant(key, row) for key in keys]
+
+    def capture(self, variants: Sequence[VariantSpec]) -> None:
+        """Captures what `prepared()` has made. A failure of a layer is logged and leaves it eager."""
         seconds = self.bank.capture_seconds
         try:
             self._capture_and_verify(variants)

@@ -406,7 +406,7 @@ class GraphedModel:
         assert self._row is not None
         due = self._due
         self.changes.make_room()
-        self.captures.capture(self.dispatcher.variants(kinds), self._row)
+        self.captures.capture(self.captures.prepared(self.dispatcher.variants(kinds), self._row))
         # Nor has a bank captured any whose place this one has just taken.
         self.changes.follow_capture(is_first=not due.captured)
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
