@@ -43,10 +43,7 @@ def _layer_figures() -> list[Figure]:
         layer = f"host time of a graphed layer, {phase}, median"
         share = f"own share over bare cudaGraphLaunch, {phase}, median"
         middle = timed(layer, ours, "us", bar=bar, floor=median(bare))
-        figures += [
-            *beside_each(middle, everyone, phase),
-            _own_share(share, ours, bare, bar=OWN_SHARE_BAR),
-        ]
+        figures += [*beside_each(middle, everyone, phase), _own_share(share, ours, bare, bar=OWN_SHARE_BAR)]
     without, bare, what = graphed[NO_ENGINE], graphed["bare backward"], f"{WITHOUT_ENGINE}, median"
     return [
         *figures,

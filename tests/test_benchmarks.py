@@ -28,7 +28,7 @@ from benchmarks import plot  # noqa: E402
 from benchmarks.measuring import children, results  # noqa: E402
 from benchmarks.measuring.clocks import MIB, PART, STEP, read_timeline  # noqa: E402
 from benchmarks.measuring.results import RESULTS, Figure, measure, read_figures, write_result  # noqa: E402
-from benchmarks.subjects import layers, overlap, packs  # noqa: E402
+from benchmarks.subjects import inside, layers, overlap, packs  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import ROUNDS, StepCase, StepTrainer, walls_in_turns  # noqa: E402
 from megagraph.demo.packs import Pack  # noqa: E402
@@ -272,6 +272,15 @@ def test_every_bank_runs_as_many_micro_batches_of_each_variant() -> None:
         assert {len(keys) * slots for keys in rounds} == {layers.IN_A_ROUND}
         counts = Counter(key for keys in rounds for key in keys)
         assert len(counts) == variants and len(set(counts.values())) == 1
+
+
+def test_rows_whose_gradient_ends_take_it_in_each_pass() -> None:
+    """Bug: the second backward raised, and the benchmark measured nothing of layers."""
+    leaf = torch.ones(3, requires_grad=True)
+    rows = inside.Ends.apply(leaf)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        rows.backward(torch.ones(3))
+    assert leaf.grad is None
 
 
 def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:

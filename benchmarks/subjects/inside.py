@@ -23,7 +23,6 @@ from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.modules.experts import linear_map
 from megagraph.packs.ops import RotaryTables
 
 _SOURCE = """
@@ -36,7 +35,13 @@ int launch_all(Launch launch, void **execs, int count, void *stream) {
   return 0;
 }
 """
-ENDS: Any = Tensor.detach, lambda _grad: None  # for `linear_map()`: rows whose gradient ends there
+
+
+class Ends(torch.autograd.Function):
+    """Rows whose gradient ends here, in each of many passes: that of a leaf would be cloned, and added."""
+
+    forward = staticmethod(lambda _ctx, rows: rows.detach())
+    backward = staticmethod(lambda ctx, *grad_outputs: None)
 
 
 @functools.cache
@@ -98,7 +103,7 @@ class Replays:
         self.key: Any = next(key for key in self.bank.variants if key.grad)
         self._tokens: int = self.key.capacity.tokens
         leaf = hidden_states(self._tokens, trainer.options.hidden)
-        self.hidden = linear_map(leaf, *ENDS)  # the gradient of a leaf would be cloned, and added
+        self.hidden: Tensor = Ends.apply(leaf)  # type: ignore[no-untyped-call]
         self.grad = torch.randn_like(leaf) * 1e-3
         pack = a_pack(self._tokens)
         self._params = packed_seq_params(pack.cu_seqlens.to(trainer.device), pack.max_seqlen)

@@ -25,13 +25,12 @@ from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import Phases, host_seconds, in_turns, phases_us, wall_ms
 from benchmarks.measuring.results import differences
 from benchmarks.subjects.hosts import check_replays, install_for, made_quickly, prepare_rival
-from benchmarks.subjects.inside import ENDS, Replays, bare_loops, graphs_of
+from benchmarks.subjects.inside import Ends, Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack, hidden_states, model_options, variant_of
 from megagraph.bank.bank import Bank
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step
-from megagraph.modules.experts import linear_map
 
 LAYERS, HIDDEN, TOKENS = 24, 1024, 256
 _MICRO_BATCHES = 2
@@ -196,8 +195,7 @@ def measure_stack(options: ModelOptions) -> dict[str, Answer]:
     """
     trainer = captured(options)
     replays = Replays(trainer)
-    bank, hidden, grad = replays.bank, replays.hidden, replays.grad
-    layers = len(bank.sites)
+    bank, hidden, grad, layers = replays.bank, replays.hidden, replays.grad, len(replays.bank.sites)
     bare_forward, bare_backward = bare_loops(bank, replays.key)
     trainer.model.zero_grad_buffer()
 
@@ -353,7 +351,7 @@ def measure_banks() -> dict[str, Answer]:
     for param in layers.to("cuda", torch.bfloat16).parameters():
         # The float32 gradient that Megatron's DDP would give it.
         param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
-    hidden = linear_map(hidden_states(TOKENS, HIDDEN), *ENDS)
+    hidden: Tensor = Ends.apply(hidden_states(TOKENS, HIDDEN))  # type: ignore[no-untyped-call]
     banks = [_Measured([*layers], variants, slots, hidden) for variants, slots in BANKS.values()]
     for index, bank in in_turns(banks, BANK_WARM_UP + BANK_ROUNDS):
         if index == BANK_WARM_UP:
