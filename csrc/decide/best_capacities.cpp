@@ -24,7 +24,7 @@ struct Run {
 // The last one has what is to have room beside the packs.
 std::vector<Run> runs_of(const std::map<PackShape, int64_t>& packs, Room room, int64_t multiple) {
   const auto rounded = [&](int64_t tokens) {
-    return (tokens + multiple - 1) / multiple * multiple;
+    return (std::max<int64_t>(tokens, 1) + multiple - 1) / multiple * multiple;
   };
   std::map<int64_t, Run> by_tokens;
   for (const auto& [shape, count] : packs) {

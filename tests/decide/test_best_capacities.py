@@ -85,6 +85,13 @@ def test_many_packs_take_no_longer_than_somebody_waits() -> None:
     assert paddings == sorted(paddings, reverse=True) and len({*paddings}) == 4
 
 
+def test_empty_packs_get_no_capacity_of_no_tokens() -> None:
+    """Bug: they got one, which took a capture."""
+    packs = {PackShape(0, 0, 1): 3, PackShape(64, 4, 64): 5}
+    choices = best_capacities(packs, room=(64, 4), multiple=1, captures=3)
+    assert all(it.tokens > 0 for capacities, _padded in choices for it in capacities)
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     one = PackShape(4, 1, 4)
     for packs, multiple, captures, message in (
