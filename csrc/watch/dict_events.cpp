@@ -18,7 +18,7 @@ namespace {
 
 struct Watched {
   PyObject* only = nullptr;  // changes of other keys are no events
-  bool is_value = false;     // ignored keys are not ignored here
+  bool is_content = false;   // ignored keys are not ignored here
   std::vector<std::weak_ptr<bool>> flags;
 };
 
@@ -30,7 +30,7 @@ auto& ignored_keys = *new std::unordered_set<PyObject*>;
 // A name that is not interned may be any: it counts.
 bool is_of_interest(const Watched& watched, PyObject* key) {
   if (key == nullptr || !PyUnicode_Check(key) || !PyUnicode_CHECK_INTERNED(key)) return true;
-  if (watched.is_value) return true;
+  if (watched.is_content) return true;
   return watched.only == nullptr ? ignored_keys.count(key) == 0 : key == watched.only;
 }
 
@@ -77,8 +77,8 @@ void watch_dict(PyObject* dict, const DictFlag& flag) {
 }
 
 void watch_content(PyObject* dict, const DictFlag& flag) {
-  watch_dict(dict, flag);
-  watched_dicts.at(dict).is_value = true;
+  flag ? watch_dict(dict, flag) : watch_dict(dict);
+  watched_dicts.at(dict).is_content = true;
 }
 
 void ignore_key(PyObject* name) { ignored_keys.insert(name); }

@@ -27,8 +27,8 @@ using DictFlag = std::shared_ptr<bool>;
 // Python error where Python has no watcher left. Without effect where nobody can tell.
 void watch_dict(PyObject* dict, PyObject* only = nullptr);
 void watch_dict(PyObject* dict, const DictFlag& flag);
-// The same of a dictionary that is a value, whatever its keys are called.
-void watch_content(PyObject* dict, const DictFlag& flag);
+// The same of a dictionary that is a value or a table, whatever its keys are called.
+void watch_content(PyObject* dict, const DictFlag& flag = nullptr);
 // Changes of this key, an interned name, are no events in dictionaries of attributes.
 void ignore_key(PyObject* name);
 

@@ -22,7 +22,7 @@ namespace {
 template <typename Visit>
 void for_each_entry(PyObject* dict, DictVersions& versions, const Visit& visit) {
   if (dict == nullptr || !PyDict_Check(dict)) return;
-  watch_dict(dict);
+  watch_content(dict);
   versions.add(dict);
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t position = 0;

@@ -57,7 +57,8 @@ bool holds_configuration(PyObject* name, PyObject* value) {
 
 StateItem item_of(PyObject* name, PyObject* value, const StateRules& rules,
                   bool may_hold_configuration) {
-  StateItem item{name, value, 0};
+  StateItem item{py::reinterpret_borrow<py::object>(name),
+                 py::reinterpret_borrow<py::object>(value), 0};
   item.is_configuration = may_hold_configuration && holds_configuration(name, value);
   if (item.is_configuration) {
     item.hash = spread(serial_of(value));
@@ -75,7 +76,6 @@ void append_attributes(StateItems& items, PyObject* attributes, const StateRules
   Py_ssize_t place = 0;
   while (PyDict_Next(attributes, &place, &name, &value)) {
     if (is_skipped(rules, name)) continue;
-    const auto held = py::reinterpret_borrow<py::object>(value);  // hashing may run Python
     items.push_back(item_of(name, value, rules, may_hold_configuration));
   }
 }
@@ -97,7 +97,7 @@ void append_hooks(StateItems& items, const py::str& name, PyObject* table,
   for (const py::object& hook : foreign_hooks(table, rules.is_expected_hook)) {
     hash.mix(serial_of(hook.ptr()));
   }
-  if (hash.value() != 0) items.push_back({name.ptr(), nullptr, hash.value()});
+  if (hash.value() != 0) items.push_back({name, py::object(), hash.value()});
 }
 
 // In their order, which is that of their calls in a ModuleList.
@@ -107,10 +107,11 @@ void append_submodules(StateItems& items, const py::str& name, PyObject* table) 
   PyObject *key = nullptr, *module = nullptr;
   Py_ssize_t place = 0;
   while (PyDict_Next(table, &place, &key, &module)) {
+    const auto held = py::reinterpret_borrow<py::object>(module);
     hash.mix(static_cast<size_t>(PyObject_Hash(key)));
     hash.mix(serial_of(module));
   }
-  items.push_back({name.ptr(), nullptr, hash.value()});
+  items.push_back({name, py::object(), hash.value()});
 }
 
 const py::str& submodules() {
@@ -129,8 +130,8 @@ bool is_of_interest(const py::handle name) {
 StateItems items_of_module(const py::object& module, const StateRules& rules) {
   static const py::str &type = interned("type"), &training = interned("training");
   const py::object attributes = attributes_of(module.ptr());
-  StateItems items{
-      {type.ptr(), nullptr, spread(serial_of(reinterpret_cast<PyObject*>(Py_TYPE(module.ptr()))))}};
+  const size_t of_type = spread(serial_of(reinterpret_cast<PyObject*>(Py_TYPE(module.ptr()))));
+  StateItems items{{type, py::object(), of_type}};
   append_attributes(items, attributes.ptr(), rules, true);
   append_submodules(items, submodules(), dict_or_null(entry(attributes.ptr(), submodules())));
   for (const py::str& name : hook_tables()) {
@@ -233,21 +234,25 @@ std::vector<PyObject*> global_hook_tables() {
   return tables;
 }
 
-size_t summand(const StateItem& item) {
-  Hash hash(static_cast<size_t>(PyObject_Hash(item.name)));
-  hash.mix(item.hash);
-  return hash.value();
+size_t summand(PyObject* name, size_t hash) {
+  Hash sum(static_cast<size_t>(PyObject_Hash(name)));
+  sum.mix(hash);
+  return sum.value();
 }
 
 std::string describe(const StateItem& item) {
-  if (item.value == nullptr) return "others";
-  const py::handle value(item.value);
-  if (!is_plain(item.value)) {
-    const auto name = py::getattr(value, "__qualname__", py::str()).cast<std::string>();
-    return name.empty() ? std::string("another ") + Py_TYPE(item.value)->tp_name : name;
+  const py::object& value = item.value;
+  if (!value) return "others";
+  if (!is_plain(value.ptr())) {
+    const py::object name = py::getattr(value, "__qualname__", py::none());
+    return py::isinstance<py::str>(name) ? name.cast<std::string>()
+                                         : std::string("another ") + Py_TYPE(value.ptr())->tp_name;
   }
   auto words = py::repr(value).cast<std::string>();
-  return words.size() > kLongestWords ? words.substr(0, kLongestWords) + "..." : words;
+  if (words.size() <= kLongestWords) return words;
+  size_t end = kLongestWords;  // not inside of a character
+  while ((words[end] & 0xc0) == 0x80) --end;
+  return words.substr(0, end) + "...";
 }
 
 }  // namespace megagraph

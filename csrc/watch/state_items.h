@@ -13,12 +13,11 @@
 namespace megagraph {
 
 struct StateItem {
-  PyObject* name;   // borrowed, like the value: its owner holds both
-  PyObject* value;  // null where the hash is of no single value
+  pybind11::object name, value;  // the latter null where the hash is of no single value
   size_t hash;
-  bool is_mutable = false;         // its content may change without a change of a dictionary
-  bool is_configuration = false;   // has items of its own
-  std::vector<PyObject*> dicts{};  // inside of the value, borrowed, outer ones first
+  bool is_mutable = false;                // its content may change without a change of a dictionary
+  bool is_configuration = false;          // has items of its own
+  std::vector<pybind11::object> dicts{};  // inside of the value, outer ones first
 };
 
 using StateItems = std::vector<StateItem>;
@@ -54,8 +53,8 @@ std::vector<PyObject*> global_hook_tables();
 pybind11::object foreign_hook(const pybind11::object& module,
                               const pybind11::object& is_expected_hook);
 
-// Of an item, and in which order they come does not matter.
-size_t summand(const StateItem& item);
+// Of an item of this name and hash, and in which order they come does not matter.
+size_t summand(PyObject* name, size_t hash);
 // A value in a few words, for people.
 std::string describe(const StateItem& item);
 

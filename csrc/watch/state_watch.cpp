@@ -39,9 +39,12 @@ struct StateWatch::Owner {
   bool computes_mode = false;      // a scripted module's `training` is in no dictionary
   size_t hash = 0, containers = 0;
   size_t followed = 0;  // what of it has items of its own: its class and its configurations
-  // Borrowed from the owner's dictionary: there as long as that one does not change.
-  StateItems mutables, configurations;
-  // Likewise.
+  struct Kept {
+    PyObject *name, *value;
+    size_t hash;
+  };
+  // Borrowed from the owner's dictionary: there as long as that one does not change, `is_there()`.
+  std::vector<Kept> mutables, configurations;
   StateTensors tensors;
 
   StateItems items(const StateRules& rules) const {
@@ -53,9 +56,22 @@ struct StateWatch::Owner {
                                  : items_of_configuration(object, rules);
   }
 
-  bool is_current() const {
-    if (*has_changed || computes_mode || !has_its_tag() || !has_its_dict()) return false;
-    return versions.are_current();
+  bool is_current() const { return !computes_mode && is_there(); }
+
+  // Whether what was read of it is there still, by which Python may run: to be asked before each
+  // use behind that.
+  bool is_there() const {
+    return !*has_changed && has_its_tag() && has_its_dict() && versions.are_current();
+  }
+
+  // Forgets what was borrowed, unless it is there.
+  bool keeps_what_is_there() {
+    if (is_there()) return true;
+    *has_changed = true;
+    mutables.clear();
+    configurations.clear();
+    tensors.clear();
+    return false;
   }
 
   // Returns whether something else of it has items of its own.
@@ -72,19 +88,23 @@ struct StateWatch::Owner {
     watch_dicts();
     mutables.clear();
     configurations.clear();
-    tensors = kind == Kind::kModule ? tensors_of_module(attributes) : StateTensors();
+    tensors.clear();
     hash = containers = 0;
-    for (const StateItem& item : items(rules)) {
-      for (PyObject* dict : item.dicts) {
-        watch_content(dict, has_changed);
-        versions.add(dict);
+    const StateItems found = items(rules);
+    for (const StateItem& item : found) {
+      (item.is_mutable ? containers : hash) += summand(item.name.ptr(), item.hash);
+      for (const py::object& dict : item.dicts) {
+        watch_content(dict.ptr(), has_changed);
+        versions.add(dict.ptr());
       }
-      (item.is_mutable ? containers : hash) += summand(item);
-      if (item.is_mutable) mutables.push_back(item);
-      if (item.is_configuration) configurations.push_back(item);
+      const Kept kept{item.name.ptr(), item.value.ptr(), item.hash};
+      if (item.is_mutable) mutables.push_back(kept);
+      if (item.is_configuration) configurations.push_back(kept);
     }
+    if (kind == Kind::kModule && is_there()) tensors = tensors_of_module(attributes);
     Hash now(type == nullptr ? 0 : serial_of(reinterpret_cast<PyObject*>(type)));
-    for (const StateItem& item : configurations) now.mix(item.hash);
+    for (const Kept& item : configurations) now.mix(item.hash);
+    keeps_what_is_there();
     return std::exchange(followed, now.value()) != now.value();
   }
 
@@ -107,11 +127,14 @@ struct StateWatch::Owner {
   }
 
   void read_containers(bool reads_scalars) {
-    containers = 0;
-    for (StateItem& item : mutables) {
-      item.hash = ValueHasher(reads_scalars)(item.value);
-      containers += summand(item);
+    if (mutables.empty()) return;
+    size_t sum = 0;
+    for (size_t i = 0; keeps_what_is_there() && i < mutables.size(); ++i) {
+      const auto name = py::reinterpret_borrow<py::object>(mutables[i].name);
+      const auto value = py::reinterpret_borrow<py::object>(mutables[i].value);
+      sum += summand(name.ptr(), ValueHasher(reads_scalars)(value.ptr()));
     }
+    containers = sum;
   }
 
  private:
@@ -120,7 +143,7 @@ struct StateWatch::Owner {
     attributes = nullptr;
     type = nullptr;
     if (kind == Kind::kAllModules) {
-      for (PyObject* table : global_hook_tables()) watch_one(table);
+      for (PyObject* table : global_hook_tables()) watch_table(table);
       return;
     }
     const py::object object = referent(reference.ptr());
@@ -134,15 +157,16 @@ struct StateWatch::Owner {
     static const py::str& training = interned("training");
     type = Py_TYPE(object.ptr());
     attributes = attributes_of(object.ptr()).ptr();  // which the object holds
-    watch_one(attributes);
+    watch_dict(attributes, has_changed);
+    versions.add(attributes);
     if (kind != Kind::kModule) return;
     computes_mode = entry(attributes, training) == nullptr;
-    for (PyObject* table : tables_of_module(attributes)) watch_one(table);
+    for (PyObject* table : tables_of_module(attributes)) watch_table(table);
   }
 
-  void watch_one(PyObject* dict) {
+  void watch_table(PyObject* dict) {
     if (dict == nullptr || !PyDict_Check(dict)) return;
-    watch_dict(dict, has_changed);
+    watch_content(dict, has_changed);
     versions.add(dict);
   }
 
@@ -183,11 +207,15 @@ StateWatch::~StateWatch() = default;
 size_t StateWatch::now(bool whole) {
   if (whole) look_at_objects();
   refresh();
-  if (whole) read_containers();
+  if (whole) {
+    read_containers();
+    refresh();  // what has changed meanwhile
+  }
+  const size_t trained = which_are_trained();  // before anything runs Python
+  const auto list = py::reinterpret_borrow<py::object>(list_of_layers());
   Hash hash(hash_);
-  PyObject* const list = list_of_layers();
-  hash.mix(list == nullptr ? 0 : serial_of(list));
-  hash.mix(which_are_trained());
+  hash.mix(list ? serial_of(list.ptr()) : 0);
+  hash.mix(trained);
   if (!keys_.empty()) hash.mix(of_keys());
   return hash.value();
 }
@@ -250,6 +278,7 @@ void StateWatch::refresh() {
     combine();
     tensors_.clear();
     for (const auto& owner : owners_) {
+      owner->keeps_what_is_there();  // while others were read
       for (const StateTensor& each : owner->tensors) tensors_.push_back({each.tensor, false});
     }
     trained_.reset();
@@ -304,8 +333,10 @@ void StateWatch::follow_classes() {
 void StateWatch::follow_configurations() {
   Followed follow(configurations_, Owner::Kind::kConfiguration);
   for (size_t i = 0; i < owners_.size(); ++i) {
-    for (const StateItem& item : owners_[i]->configurations) {
-      follow(item.value, i, py::str(py::handle(item.name)).cast<std::string>());
+    Owner& owner = *owners_[i];
+    for (size_t at = 0; owner.keeps_what_is_there() && at < owner.configurations.size(); ++at) {
+      const auto value = py::reinterpret_borrow<py::object>(owner.configurations[at].value);
+      follow(value, i, py::str(py::handle(owner.configurations[at].name)).cast<std::string>());
     }
   }
 }
@@ -357,14 +388,17 @@ py::list StateWatch::items() {
   const StateRules rules = this->rules();
   py::list found;
   const auto append = [&](size_t module, const std::string& before, const StateItem& item) {
-    const auto name = before + py::str(py::handle(item.name)).cast<std::string>();
+    const auto name = before + py::str(item.name).cast<std::string>();
     found.append(py::make_tuple(module, name, item.hash, describe(item)));
   };
   for (size_t i = 0; i < owners_.size(); ++i) {
     for (const StateItem& item : owners_[i]->items(rules)) append(i, "", item);
-    for (const StateTensor& each : owners_[i]->tensors) {
-      PyObject* flag = requires_grad(each.tensor) ? Py_True : Py_False;
-      append(i, "requires_grad of ", {each.name, flag, ValueHasher()(flag)});
+    for (size_t at = 0; owners_[i]->keeps_what_is_there() && at < owners_[i]->tensors.size();
+         ++at) {
+      const StateTensor& each = owners_[i]->tensors[at];
+      const py::bool_ flag(requires_grad(each.tensor));
+      const auto name = py::reinterpret_borrow<py::object>(each.name);
+      append(i, "requires_grad of ", {name, flag, ValueHasher()(flag.ptr())});
     }
   }
   for (const auto* owners : {&configurations_, &classes_}) {
@@ -377,7 +411,8 @@ py::list StateWatch::items() {
   for (const py::handle key : keys_) {
     const py::object value = key();
     const auto name = "watch() of " + py::repr(key).cast<std::string>();
-    const StateItem item{key.ptr(), value.ptr(), ValueHasher(reads_scalars_)(value.ptr())};
+    const StateItem item{py::reinterpret_borrow<py::object>(key), value,
+                         ValueHasher(reads_scalars_)(value.ptr())};
     found.append(py::make_tuple(owners_.size() - 1, name, item.hash, describe(item)));
   }
   return found;

@@ -136,7 +136,7 @@ bool is_configuration(PyObject* object) {
 
 size_t ValueHasher::operator()(PyObject* value) {
   if (const auto plain = of_plain(value)) return *plain;
-  std::vector<PyObject*>* const dicts = dicts_;
+  auto* const dicts = dicts_;
   if (is_tensor(value)) {
     const size_t of_it = of_tensor(value);
     dicts_ = dicts;
@@ -156,7 +156,7 @@ size_t ValueHasher::operator()(PyObject* value) {
     if (dicts_ == nullptr) {
       meet_mutable();
     } else {
-      dicts_->push_back(value);
+      dicts_->push_back(py::reinterpret_borrow<py::object>(value));
     }
     hash = combined(of_type(value), of_entries(value));
   } else if (PyAnySet_Check(value)) {
@@ -168,7 +168,7 @@ size_t ValueHasher::operator()(PyObject* value) {
     if (dicts_ == nullptr || !kCanTellDictEvents) {
       meet_mutable();
     } else {
-      dicts_->push_back(attributes.ptr());
+      dicts_->push_back(attributes);
       has_met_mutable_ = true;  // the object may be given another one
     }
     hash = combined(of_identity(value), of_entries(attributes.ptr()));

@@ -23,10 +23,10 @@ class ValueHasher {
  public:
   // `reads_scalars`: the number of tensors without dimensions on the host, too.
   explicit ValueHasher(bool reads_scalars = false) : reads_scalars_(reads_scalars) {}
-  // `dicts` takes the dictionaries that are met, borrowed, outer ones first, where each change of
+  // `dicts` takes the dictionaries that are met, outer ones first, where each change of
   // them is a change of a dictionary: those inside of a list or a set are not. Among them are those
   // of the attributes of configurations, where changes can be told.
-  ValueHasher(bool reads_scalars, std::vector<PyObject*>& dicts)
+  ValueHasher(bool reads_scalars, std::vector<pybind11::object>& dicts)
       : reads_scalars_(reads_scalars), dicts_(&dicts) {}
 
   // Needs the GIL; throws with a Python error where a value's own hash does.
@@ -53,7 +53,7 @@ class ValueHasher {
   };
   std::unordered_map<PyObject*, Seen> seen_;
   const bool reads_scalars_;
-  std::vector<PyObject*>* dicts_ = nullptr;
+  std::vector<pybind11::object>* dicts_ = nullptr;
   bool has_met_mutable_ = false;
   int depth_ = 0;
 };

@@ -464,8 +464,52 @@ def test_modules_that_are_gone_are_no_error_and_are_not_kept() -> None:
     assert watch.items()
 
 
-def test_every_value_has_a_name_and_words_and_one_that_holds_itself_ends() -> None:
+def test_a_buffer_is_followed_whatever_attributes_of_its_name_are() -> None:
+    """Bug: from Python 3.12 on nothing told of another one if attributes of its name are left out."""
     layer = Layer()
+    layer.register_buffer("table", torch.ones(1))
+    watch = watch_of([layer], left_out=["table"])
+    before = watch.now(True)
+    layer.table = torch.ones(1, requires_grad=True)
+    assert watch.now(True) != before
+
+
+class Name(str):
+    """A value that is hashed by Python, where another thread may have its turn."""
+
+    meanwhile: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+
+    def __hash__(self) -> int:
+        type(self).meanwhile()
+        return 1
+
+    __eq__ = str.__eq__
+
+
+@pytest.mark.parametrize("what", ["a list", "a module"])
+def test_what_goes_while_others_are_read_is_read_no_more(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: it was read behind its end, and the process died."""
+    layers = [Layer(), Layer(), Layer()]
+    layers[1].scale = [Name("a")]
+    watch = watch_of(layers)
+    before = watch.now(True)
+
+    def meanwhile() -> None:
+        if what == "a module":
+            layers[0] = layers[2] = Layer()
+        for layer in layers:
+            layer.names = None
+
+    monkeypatch.setattr(Name, "meanwhile", staticmethod(meanwhile))
+    now = watch.now(True)
+    monkeypatch.setattr(Name, "meanwhile", staticmethod(lambda: None))
+    assert watch.now(True) == now != before
+
+
+def test_every_value_has_a_name_and_words_and_one_that_holds_itself_ends() -> None:
+    """Bug: a text was cut inside of a character, and training died where that state was told of."""
+    layer = Layer()
+    layer.note = "\u00e9" * 100
     layer.loop = [layer.names]
     layer.loop.append(layer.loop)
     watch = watch_of([layer])
@@ -474,6 +518,7 @@ def test_every_value_has_a_name_and_words_and_one_that_holds_itself_ends() -> No
     assert items[0, "scale"] == "1.0" and items[1, "in_features"] == "3"
     assert items[0, "Layer.forward"].endswith("Layer.forward")
     assert items[0, "names"] == "another list"
+    assert items[0, "note"] == "'" + layer.note[:29] + "..."
 
 
 @pytest.mark.parametrize(("device", "is_part"), [("cuda", True), ("cpu", False)])
