@@ -95,8 +95,7 @@ bool can_be_made(const py::object& params) {
     const py::object made = called_with(fields.type, given);
     for (const auto& [name, value] : given) py::setattr(made, name, value);
     fields.can_be_made = _PyObject_GetDictPtr(made.ptr()) != nullptr;
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // such as an interrupt, which says nothing of it
+  } catch (const py::error_already_set&) {
     fields.can_be_made = false;
   }
   return *fields.can_be_made;
@@ -165,9 +164,7 @@ py::object as_pack(const py::object& params, const py::object& ids,
   }
   const py::object offsets = py::getattr(params, names().actual_q);
   const bool has_ids = hidden_states.is_none();
-  const py::object& given = has_ids ? ids : hidden_states;
-  if (!is_tensor(given.ptr()) || !(offsets.is_none() || is_tensor(offsets.ptr()))) return params;
-  const auto batch = tensor_of(given.ptr()).size(has_ids ? 0 : 1);
+  const auto batch = tensor_of((has_ids ? ids : hidden_states).ptr()).size(has_ids ? 0 : 1);
   const int64_t count = offsets.is_none() ? 0 : tensor_of(offsets.ptr()).numel();
   if (batch != 1 || count != 2) {
     throw py::value_error(

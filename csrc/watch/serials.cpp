@@ -63,8 +63,8 @@ uint64_t serial_of_kept(PyObject* object) {
   return serial;
 }
 
-// Up to torch 2.12 the end of one of CUDA's leaves weak references to it as they are, and whoever
-// frees such a reference reads freed memory (pytorch/pytorch#183403).
+// In torch 2.11, and in 2.15 no more, the end of one of CUDA's leaves weak references to it as they
+// are, and whoever frees such a reference reads freed memory (pytorch/pytorch#183403).
 bool is_stream_or_event(PyObject* object) {
   const auto& [stream, event] = made_once([] {
     const auto torch = py::module_::import("torch");

@@ -58,13 +58,12 @@ struct StateWatch::Owner {
 
   bool is_current() const { return !computes_mode && is_there(); }
 
-  // Whether what was read of it is there still, by which Python may run: to be asked before each
-  // use behind that.
+  // Whether what was borrowed of it is still there. Ask again wherever Python may have run.
   bool is_there() const {
     return !*has_changed && has_its_tag() && has_its_dict() && versions.are_current();
   }
 
-  // Forgets what was borrowed, unless it is there.
+  // The same; what is not there is forgotten, and read again at the next look.
   bool keeps_what_is_there() {
     if (is_there()) return true;
     *has_changed = true;

@@ -23,9 +23,9 @@ class ValueHasher {
  public:
   // `reads_scalars`: the number of tensors without dimensions on the host, too.
   explicit ValueHasher(bool reads_scalars = false) : reads_scalars_(reads_scalars) {}
-  // `dicts` takes the dictionaries that are met, outer ones first, where each change of
-  // them is a change of a dictionary: those inside of a list or a set are not. Among them are those
-  // of the attributes of configurations, where changes can be told.
+  // `dicts` takes the dictionaries that are met, outer ones first, where each change of them is a
+  // change of a dictionary: those inside of a list or a set are not. Among them are those of the
+  // attributes of configurations, where changes can be told.
   ValueHasher(bool reads_scalars, std::vector<pybind11::object>& dicts)
       : reads_scalars_(reads_scalars), dicts_(&dicts) {}
 

@@ -314,7 +314,7 @@ def _in_turn(runs: Sequence[Run]) -> Run:
             before = each(layer, before, arguments)
         return before
 
-    return run
+    return run if len(runs) > 1 else runs[0]  # no call more in each micro-batch
 
 
 def _transient(layer: nn.Module, last: LayerPart) -> Sequence[int]:
