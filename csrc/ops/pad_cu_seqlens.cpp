@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "csrc/ops/checks.h"
 #ifdef MEGAGRAPH_WITH_CUDA
@@ -19,8 +20,10 @@ namespace megagraph {
 namespace {
 
 at::Tensor pad_cu_seqlens_meta(const at::Tensor& cu_seqlens, c10::SymInt capacity,
-                               std::optional<c10::SymInt> /*end*/) {
+                               std::optional<c10::SymInt> end) {
   check_cu_seqlens(cu_seqlens, "pad_cu_seqlens");
+  TORCH_CHECK_VALUE(!end || (*end >= 0 && *end <= std::numeric_limits<int32_t>::max()),
+                    "pad_cu_seqlens: end must be a row that int32 can name, got ", *end);
   const c10::SymInt num_seqs = cu_seqlens.sym_size(0) - 1;
   TORCH_CHECK_VALUE(num_seqs <= capacity, "pad_cu_seqlens: the pack holds ", num_seqs,
                     " documents, more than the capacity of ", capacity);

@@ -70,16 +70,17 @@ std::tuple<at::Tensor, at::Tensor> varlen_attention_cpu(
   lse.zero_();
   const double scale = softmax_scale_or_default(q, softmax_scale);
   const int64_t heads = q.size(1);
-  for_each_document(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                    [&, &out = out, &lse = lse](const Document& at) {
-                      const at::Tensor scores = masked_scores(
-                          heads_first(q, at.start_q, at.length_q, heads),
+  for_each_document(
+      q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+      [&, &out = out, &lse = lse](const Document& at) {
+        const at::Tensor scores =
+            masked_scores(heads_first(q, at.start_q, at.length_q, heads),
                           heads_first(k, at.start_k, at.length_k, heads), scale, causal);
-                      const at::Tensor attended = at::bmm(
-                          at::softmax(scores, -1), heads_first(v, at.start_k, at.length_k, heads));
-                      out.narrow(0, at.start_q, at.length_q).copy_(attended.transpose(0, 1));
-                      lse.narrow(1, at.start_q, at.length_q).copy_(at::logsumexp(scores, {-1}));
-                    });
+        const at::Tensor attended =
+            at::bmm(at::_safe_softmax(scores, -1), heads_first(v, at.start_k, at.length_k, heads));
+        out.narrow(0, at.start_q, at.length_q).copy_(attended.transpose(0, 1));
+        lse.narrow(1, at.start_q, at.length_q).copy_(at::logsumexp(scores, {-1}));
+      });
   return {out, lse};
 }
 
@@ -110,7 +111,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_attention_backward_cpu(
                       const at::Tensor v_doc = heads_first(v, at.start_k, at.length_k, heads);
                       const at::Tensor grad_doc = heads_first(grad, at.start_q, at.length_q, heads);
                       const at::Tensor probs =
-                          at::softmax(masked_scores(q_doc, k_doc, scale, causal), -1);
+                          at::_safe_softmax(masked_scores(q_doc, k_doc, scale, causal), -1);
                       const at::Tensor dprobs = at::bmm(grad_doc, v_doc.transpose(1, 2));
                       const at::Tensor row = (dprobs * probs).sum(-1, /*keepdim=*/true);
                       const at::Tensor dscores = (dprobs - row).mul_(probs).mul_(scale);

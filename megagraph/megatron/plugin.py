@@ -124,7 +124,7 @@ class Plugin:
 
     def _name(self, model: Any, stages: StageSchedule) -> str:
         """As the user calls it, or its class; its place in a pipeline; a number for further such models."""
-        kind = self.name_of(model) or type(model).__name__
+        kind = str(self.name_of(model) or type(model).__name__)
         chunk = f", chunk {model.vp_stage or 0}" if stages.chunks > 1 else ""
         kind += f" (stage {stages.stage}{chunk})" if stages.stages > 1 else ""
         self._num_named[kind] += 1

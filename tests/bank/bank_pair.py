@@ -78,8 +78,9 @@ class RunningBank(Bank):
 
 
 def new_bank(modules: Sequence[Step], device: str, *, num_slots: int = 1, **options: Any) -> RunningBank:
-    """A bank that poisons freed slots, and that ends with its test."""
-    bank = RunningBank(modules, device, num_slots=num_slots, options=BankOptions(poison=True, **options))
+    """A bank that poisons freed slots unless told otherwise, and that ends with its test."""
+    options = {"poison": True, **options}
+    bank = RunningBank(modules, device, num_slots=num_slots, options=BankOptions(**options))
     _banks.add(bank)
     return bank
 

@@ -107,6 +107,27 @@ def test_graphs_on_two_streams_take_turns() -> None:
     assert_same_bits(found, expected)
 
 
+def test_what_reads_results_on_another_stream_is_waited_for() -> None:
+    """The next launch takes the slot that was given back, while its outputs are still to be read."""
+    module = Wide().cuda()
+    bank = new_bank([module], "cuda", poison=False)  # which would be a launch behind the reading
+    bank.capture([variant(training=False)])
+    assert not bank.failures
+    inputs = [torch.full((6, WIDTH), float(value), device="cuda") for value in (1, 2, 3)]
+    with torch.no_grad():
+        expected = [module(x) for x in inputs]
+        torch.cuda.synchronize()
+        found = []
+        for x in inputs:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                out = bank.run(x)
+                torch.cuda._sleep(10 * SLEEP)
+                found.append(out.clone())
+                del out
+    torch.cuda.synchronize()
+    assert_same_bits(found, expected)
+
+
 def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> None:
     backend = CudaBackend(torch.device("cuda", 0))
     holds = backend.add_pools(2)

@@ -88,6 +88,7 @@ def arguments(op: str, change: Given, device: str) -> Given:
 
 REFUSED: list[tuple[str, Given, str]] = [
     ("pad_cu_seqlens", {"capacity": 2}, "the pack holds 3 documents, more than the capacity of 2"),
+    ("pad_cu_seqlens", {"end": 2**31}, "end must be a row that int32 can name, got 2147483648"),
     ("pad_cu_seqlens", {"cu_seqlens": zeros(2, 3, dtype=int32)}, r"must be 1-D with .* shape \[2, 3\]"),
     ("pad_cu_seqlens", {"cu_seqlens": zeros(0, dtype=int32)}, r"with at least one entry, got shape \[0\]"),
     ("pad_cu_seqlens", {"cu_seqlens": OFFSETS.long()}, "must be int32, got Long"),

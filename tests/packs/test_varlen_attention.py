@@ -91,7 +91,7 @@ USUAL: dict[str, Any] = {"slack": 0, "heads": (4, 2), "causal": True, "scale": N
 @settings(max_examples=50)
 @given(
     documents=st.lists(
-        st.tuples(st.sampled_from([0, 0, 1, 2, 17, 64]), st.sampled_from([0, 1, 130])), max_size=6
+        st.tuples(st.sampled_from([0, 0, 1, 2, 17, 64]), st.sampled_from([0, 1, 130, -1, -30])), max_size=6
     ),
     has_keys=st.booleans(),
     tails=st.sampled_from([(0, 0), (1, 3), (130, 0)]),
@@ -118,9 +118,10 @@ def test_documents_attend_alone_up_to_the_end_and_poison_in_the_tails_changes_no
     causal: bool,
     scale: float | None,
 ) -> None:
-    """Each document has as many keys as queries, or keys of its own: more in front of them."""
+    """Each document has as many keys as queries, or keys of its own: more in front of them, or fewer, which
+    the first queries do not see."""
     queries = [count for count, _ in documents]
-    keys = [count + (before if count else 0) for count, before in documents] if has_keys else None
+    keys = [max(count + (before if count else 0), 0) for count, before in documents] if has_keys else None
     num_queries, num_keys = sum(queries), sum(keys or queries)
     ends = (num_queries, num_keys, num_keys, num_queries)
     clean = inputs(num_queries + tails[0], *heads, 16, device, keys=num_keys + tails[has_keys])

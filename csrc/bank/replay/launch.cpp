@@ -3,6 +3,7 @@
 
 #ifdef MEGAGRAPH_WITH_CUDA
 #include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -22,7 +23,7 @@ namespace {
 struct LastLaunch {
   std::recursive_mutex mutex;  // a slot may become free, and be poisoned, inside a launch
   std::optional<c10::cuda::CUDAStream> stream;
-  at::cuda::CUDAEvent done;  // recorded where the stream is not the default one
+  at::cuda::CUDAEvent done;  // recorded behind each launch that is not on the default stream
 };
 
 // Never destroyed: at the end of the process the driver may go first.
@@ -31,7 +32,17 @@ LastLaunch& last_launch_on(c10::DeviceIndex device) {
   return by_device->at(device);
 }
 
-bool is_default(const c10::cuda::CUDAStream& stream) { return stream.stream() == nullptr; }
+// Whether the stream can be asked for an event now. Torch keeps its default stream and those of its
+// pool; one that somebody else made, known to it by the handle alone, may be gone. One that is
+// being captured would draw whoever waits into the capture.
+bool can_record_on(const c10::cuda::CUDAStream& stream) {
+  const cudaStream_t handle = stream.stream();
+  if (!handle) return true;
+  if (c10::cuda::getStreamFromExternal(handle, stream.device_index()) == stream) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(handle, &status));
+  return status == cudaStreamCaptureStatusNone;
+}
 
 }  // namespace
 
@@ -44,7 +55,7 @@ Launch::Launch(c10::Device device) : guard_(device) {
   if (!last.stream || *last.stream == stream) return;
   // An error shows in what is launched; the mutex is given back in any case.
   attempt([&] {
-    if (is_default(*last.stream)) last.done.record(*last.stream);
+    if (can_record_on(*last.stream)) last.done.record(*last.stream);
     last.done.block(stream);
   });
 }
@@ -54,7 +65,7 @@ Launch::~Launch() {
   LastLaunch& last = last_launch_on(stream_->device_index());
   const c10::cuda::CUDAStream stream(*stream_);
   last.stream = stream;
-  if (!is_default(stream)) attempt([&] { last.done.record(stream); });
+  if (stream.stream()) attempt([&] { last.done.record(stream); });
   last.mutex.unlock();
 }
 

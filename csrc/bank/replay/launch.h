@@ -6,9 +6,11 @@
 // they draw the place of the random offset, and slots their temporary memory
 // (csrc/torch/pass_memory.h, Note [Scratch]); and a slot is free when its backward has been
 // enqueued, not when it is done. On one stream that is order enough. Where the caller has changed
-// to another stream, of the same model or of another one, the launch first waits for the launches
-// before it. So does what fills a freed slot with NaN. The default stream always exists, so an
-// event can be asked of it late; another one may be gone by then, so each launch there leaves one.
+// to another stream, of the same model or of another one, the launch first waits for all that is on
+// the one before: launches, and what reads their results behind them. So does what fills a freed
+// slot with NaN. A stream that torch keeps can be asked for an event at that time; another one may
+// be gone by then, or in a capture, so each launch leaves one, and what reads its results must be
+// done.
 #pragma once
 
 #include <c10/core/Device.h>
