@@ -72,6 +72,19 @@ def test_nothing_reaches_further_than_one_dot_past_a_collaborator() -> None:
     assert far == []
 
 
+def test_tensors_of_ours_lie_where_we_say() -> None:
+    """And not on a host's default device. Bug: the first verification mixed two, which ended the capture."""
+    of_users = ("megagraph/demo", "megagraph/modules", "megagraph/megatron/grouped_experts.py")
+    makers = r"torch\.(arange|empty|full|ones|rand|randint|randn|tensor|zeros)"
+    anywhere = []
+    for path in (ROOT / "megagraph").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_made = isinstance(node, ast.Call) and re.fullmatch(makers, ast.unparse(node.func))
+            if is_made and not named(path).startswith(of_users) and "device=" not in ast.unparse(node):
+                anywhere.append(f"{named(path)}:{node.lineno}")
+    assert anywhere == []
+
+
 def includes(path: Path) -> list[str]:
     return re.findall(r'^#include [<"]([^>"]+)[>"]', path.read_text(encoding="utf-8"), re.MULTILINE)
 

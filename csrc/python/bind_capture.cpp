@@ -49,6 +49,23 @@ struct SwapEnd {
   AccumulatorSwap& swap;
 };
 
+// Megatron has one flag for all threads, which it asks whether it is captured. This is true on
+// those alone that are inside of it: DDP's hooks on another one add up gradients.
+struct CapturingThread {
+  static int& depth() {
+    thread_local int depth = 0;
+    return depth;
+  }
+};
+
+void bind_capturing_thread(py::module_& m) {
+  py::class_<CapturingThread>(m, "CapturingThread")
+      .def(py::init<>())
+      .def("__enter__", [](const CapturingThread&) { ++CapturingThread::depth(); })
+      .def("__exit__", [](const CapturingThread&, const py::args&) { --CapturingThread::depth(); })
+      .def("__bool__", [](const CapturingThread&) { return CapturingThread::depth() > 0; });
+}
+
 void bind_edges(py::module_& m) {
   py::class_<CaptureEdges>(m, "CaptureEdges")
       .def(py::init([](std::map<int, std::set<size_t>> transient, std::set<int> gaps,
@@ -188,6 +205,7 @@ void bind_capture(py::module_& m) {
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())
       .def_property_readonly("last_op", &OpTrace::last_op);
+  bind_capturing_thread(m);
   bind_edges(m);
   m.def("tensors_in", &tensors_in, py::arg("arguments"));
   m.def("computed_argument", &computed_argument, py::arg("arguments"), py::arg("others"),

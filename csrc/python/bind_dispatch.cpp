@@ -102,7 +102,7 @@ void bind_dispatch(py::module_& m) {
              for (const auto& [name, value] : given) {
                if (!value.is_none()) values[name] = value;
              }
-             return std::make_unique<Constants>(std::move(values));
+             return std::make_unique<Constants>(values);
            }),
            py::arg("given"))
       .def_property_readonly("values", &Constants::values)
@@ -188,7 +188,7 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("params_type", &Dispatcher::params_type)
       .def_property_readonly("host_names", &Dispatcher::host_names)
       .def_property_readonly("read_names", &Dispatcher::read_names)
-      .def_property_readonly("has_new_names", &Dispatcher::has_new_names)
+      .def_property_readonly("has_new_arguments", &Dispatcher::has_new_arguments)
       .def("eager_reason", &Dispatcher::eager_reason, py::arg("params"), py::arg("tokens"),
            py::arg("is_settled"))
       .def("enter", &Dispatcher::enter, py::arg("params"), py::arg("tokens"), py::arg("mask"),
@@ -198,8 +198,8 @@ void bind_dispatch(py::module_& m) {
            py::arg("mask"))
       .def("run_as_given", &Dispatcher::run_as_given, py::arg("batch"), py::arg("hidden_states"),
            py::arg("table"))
-      .def("turn_eager", &Dispatcher::turn_eager, py::arg("batch"), py::arg("hidden_states"),
-           py::arg("table"), py::arg("mask"))
+      .def("turn_eager", &Dispatcher::turn_eager, py::arg("constants"), py::arg("batch"),
+           py::arg("hidden_states"), py::arg("table"), py::arg("mask"))
       .def("begin", &Dispatcher::begin, py::arg("batch"))
       .def("expect_state", &Dispatcher::expect_state, py::arg("batch"))
       .def("end", &Dispatcher::end, py::arg("batch"))

@@ -44,9 +44,8 @@ struct PackClass {
   std::optional<bool> can_be_made{};  // once somebody has asked
 };
 
-PackClass& class_of(const py::object& params) {
+PackClass& of_type(const py::object& type) {
   static auto& known = *new std::map<PyObject*, PackClass>;
-  const py::object type = py::type::of(params);
   const auto found = known.find(type.ptr());
   if (found != known.end()) return found->second;
   PackClass fields{type, py::dict(), false};
@@ -57,6 +56,8 @@ PackClass& class_of(const py::object& params) {
   }
   return known.emplace(type.ptr(), std::move(fields)).first->second;
 }
+
+PackClass& class_of(const py::object& params) { return of_type(py::type::of(params)); }
 
 // What others have set on a pack, beside what its class has, or have given their own class.
 void hand_on_attributes(const py::object& given, const py::object& made) {
@@ -94,7 +95,9 @@ bool can_be_made(const py::object& params) {
     for (const py::str* name : names().offsets) given[*name] = params.attr(*name);
     const py::object made = called_with(fields.type, given);
     for (const auto& [name, value] : given) py::setattr(made, name, value);
-    fields.can_be_made = _PyObject_GetDictPtr(made.ptr()) != nullptr;
+    // What a host has put on one of no such class, and what it has of itself, cannot be told apart.
+    fields.can_be_made =
+        _PyObject_GetDictPtr(made.ptr()) != nullptr && py::len(fields.megatron) > 0;
   } catch (const py::error_already_set&) {
     fields.can_be_made = false;
   }
@@ -201,11 +204,10 @@ std::map<std::string, std::optional<int64_t>> CanonicalPacks::added_offsets() co
 const py::dict& CanonicalPacks::constants(const py::object& params_type) {
   const auto found = constants_.find(params_type.ptr());
   if (found != constants_.end()) return found->second.second;
-  const py::object known =
-      py::module_::import("inspect").attr("signature")(params_type).attr("parameters");
+  const py::object& fields = of_type(params_type).megatron;  // which differ by release
   py::dict constants;
   const auto put = [&](const char* name, const py::object& value) {
-    if (known.contains(name)) constants[interned(name)] = value;
+    if (fields.contains(name)) constants[interned(name)] = value;
   };
   put("qkv_format", interned("thd"));
   // Kernels choose by the longest document: alike for every pack.
@@ -222,13 +224,15 @@ const py::dict& CanonicalPacks::constants(const py::object& params_type) {
 
 py::object CanonicalPacks::make(const py::object& params_type, const py::object& actual,
                                 const py::object& padded, const py::object& seq_idx) {
-  const auto fields = py::reinterpret_steal<py::dict>(PyDict_Copy(constants(params_type).ptr()));
+  py::dict fields;
   const py::object& physical = padded.is_none() && key_.form.is_aliased ? actual : padded;
   fields[names().actual_q] = actual;
   fields[names().actual_kv] = actual;
   fields[names().padded_q] = physical;
   fields[names().padded_kv] = physical;
   py::object made = called_with(params_type, fields);
+  // A host's own constructor need not name them.
+  for (const auto& [name, value] : constants(params_type)) py::setattr(made, name, value);
   if (key_.form.has_seq_idx) {  // which its constructor would wait for the device to make
     py::setattr(made, names().seq_idx, seq_idx);
     py::setattr(made, names().tokens, py::int_(key_.capacity.value().tokens));

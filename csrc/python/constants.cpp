@@ -10,13 +10,6 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
-// Its writes, and where it lies. One of inference mode counts no writes, and is compared each time.
-std::optional<std::array<int64_t, 2>> mark_of(const at::Tensor& tensor) {
-  if (tensor.is_inference()) return std::nullopt;
-  return {{static_cast<int64_t>(tensor._version()),
-           reinterpret_cast<int64_t>(tensor.const_data_ptr())}};
-}
-
 bool have_equal_entries(const at::Tensor& one, const at::Tensor& other) {
   const py::gil_scoped_release no_gil;
   return one.sizes() == other.sizes() && one.scalar_type() == other.scalar_type() &&
@@ -40,6 +33,28 @@ bool are_equal(const py::handle& one, const py::handle& other) {
   return Py_TYPE(one.ptr()) == Py_TYPE(other.ptr()) && one.equal(other);
 }
 
+Constants::Constants(const py::dict& values) {
+  for (const auto& [name, value] : values) {
+    set(py::reinterpret_borrow<py::str>(name), py::reinterpret_borrow<py::object>(value));
+  }
+}
+
+void Constants::set(const py::str& name, const py::object& value) {
+  values_[name] = value;
+  if (is_tensor(value.ptr())) marks_[name.cast<std::string>()] = mark_of(tensor_of(value.ptr()));
+}
+
+// One of inference mode counts no writes, and is compared each time.
+Constants::Mark Constants::mark_of(const at::Tensor& tensor) {
+  if (tensor.is_inference()) return std::nullopt;
+  return {{static_cast<int64_t>(tensor._version()),
+           reinterpret_cast<int64_t>(tensor.const_data_ptr())}};
+}
+
+bool Constants::is_written(const py::handle& name, PyObject* constant) const {
+  return is_tensor(constant) && marks_.at(name.cast<std::string>()) != mark_of(tensor_of(constant));
+}
+
 bool Constants::are(const py::dict& arguments) {
   size_t given = 0;
   for (const auto& [name, value] : arguments) {
@@ -60,13 +75,14 @@ bool Constants::hold(const py::dict& arguments) {
 bool Constants::has(const py::handle& name, const py::handle& value) {
   PyObject* const known = PyDict_GetItemWithError(values_.ptr(), name.ptr());
   if (known == nullptr && PyErr_Occurred()) throw py::error_already_set();
-  return known == value.ptr() || is_equal(name, value);
+  return (known == value.ptr() && !is_written(name, known)) || is_equal(name, value);
 }
 
 bool Constants::is_equal(const py::handle& name, const py::handle& value) {
   PyObject* const known = PyDict_GetItemWithError(values_.ptr(), name.ptr());
   if (known == nullptr || !is_tensor(known) || !is_tensor(value.ptr())) return false;
-  const at::Tensor &constant = tensor_of(known), &tensor = tensor_of(value.ptr());
+  if (is_written(name, known)) return false;
+  const at::Tensor constant = tensor_of(known), tensor = tensor_of(value.ptr());
   const std::array marks{mark_of(tensor), mark_of(constant)};
   const auto place = name.cast<std::string>();
   const auto before = equal_.find(place);

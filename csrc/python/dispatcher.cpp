@@ -71,7 +71,7 @@ void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> 
   variants_ = std::move(variants);
   eager_variants_ = std::move(eager_variants);
   watch_ = std::move(watch);
-  has_new_names_ = has_new_names_ && !variants_.empty();  // of graphs that are left
+  has_new_arguments_ = has_new_arguments_ && !variants_.empty();  // of graphs that are left
   // The bank may go on another thread, which must free nothing of Python's.
   bank_->set_guard([watch = std::weak_ptr(watch_), state = state_] {
     const auto its = watch.lock();
@@ -106,7 +106,7 @@ bool Dispatcher::is_unchanged() {
   return options_.ranks == 1 && !states_.has_many() &&
          states_.is_met(watch_->state(true),
                         NumericSettings::current(bank_->device().type()).hash()) &&
-         watch_->is_as_expected() && !bank_->have_borrowed_moved() && !has_new_names_;
+         watch_->is_as_expected() && !bank_->have_borrowed_moved() && !has_new_arguments_;
 }
 
 Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) const {
@@ -198,9 +198,10 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   params_type_ = py::type::of(params);
   for (const py::object& name : megagraph::host_names(params)) {
     const bool is_new = !host_names_.contains(name) && host_names_.add(name);
-    has_new_names_ = has_new_names_ || (is_new && !variants_.empty() && read_names_.contains(name));
+    has_new_arguments_ =
+        has_new_arguments_ || (is_new && !variants_.empty() && read_names_.contains(name));
   }
-  if (!reason && has_new_names_) reason = EagerReason::kSignatureChanged;
+  if (!reason && has_new_arguments_) reason = EagerReason::kSignatureChanged;
   // All of these are on canonical packs; but of several ranks one alone may skip graphs.
   const bool is_reference =
       options_.is_eager || rules_->needs_equal_rows || (is_skipped && options_.ranks == 1);
@@ -245,11 +246,18 @@ void Dispatcher::run_as_given(MicroBatch& batch, const py::object& hidden_states
   count_eager(*batch.reason());
 }
 
-void Dispatcher::turn_eager(MicroBatch& batch, const py::object& hidden_states,
-                            const py::object& table, std::optional<at::Tensor> mask) {
+void Dispatcher::turn_eager(Constants& constants, MicroBatch& batch,
+                            const py::object& hidden_states, const py::object& table,
+                            std::optional<at::Tensor> mask) {
   batch.replace_mask(std::move(mask));
   leave_graphs(batch);
-  if (!batch.is_own(table, hidden_states)) batch.run_as_given(/*is_own_table=*/false);
+  if (!batch.is_own(table, hidden_states)) {
+    batch.run_as_given(/*is_own_table=*/false);
+  } else if (is_tensor(table.ptr()) && !has_new_arguments_ && tables_to_come_ > 0 &&
+             !batch.key().by_token && !constants.is_equal(py::str("rotary_pos_emb"), table)) {
+    has_new_arguments_ = true;
+    --tables_to_come_;
+  }
 }
 
 void Dispatcher::leave_graphs(MicroBatch& batch) const {

@@ -38,6 +38,7 @@
 #include "csrc/decide/dispatch.h"
 #include "csrc/decide/due_variants.h"
 #include "csrc/decide/states.h"
+#include "csrc/python/constants.h"
 #include "csrc/decide/variant_key.h"
 #include "csrc/python/micro_batch.h"
 #include "csrc/watch/module_watch.h"
@@ -105,11 +106,12 @@ class Dispatcher {
   bool is_unchanged();
   // The class of the last pack that a capacity may hold; None before.
   const pybind11::object& params_type() const { return params_type_; }
-  // What hosts have put on such packs, and what was read from packs of graphs; whether some of the
-  // latter came on a pack only since, so that graphs have its default.
+  // What hosts have put on such packs, and what was read from packs of graphs.
   const pybind11::set& host_names() const { return host_names_; }
   const pybind11::set& read_names() const { return read_names_; }
-  bool has_new_names() const { return has_new_names_; }
+  // Whether some of the latter came on a pack only since, so that graphs have its default, or the
+  // model's own rotary table is another one than that of the graphs.
+  bool has_new_arguments() const { return has_new_arguments_; }
   // The shapes of packs that came while capacities were to be learned, and, since `count_packs()`,
   // of all others that were asked about: how often each came.
   const std::map<PackShape, int64_t>& observed() const { return observed_; }
@@ -139,8 +141,10 @@ class Dispatcher {
             const pybind11::object& mask);
   void run_as_given(MicroBatch& batch, const pybind11::object& hidden_states,
                     const pybind11::object& table);
-  // Has one run eager that has leased a slot, and whose layers are called with something else.
-  void turn_eager(MicroBatch& batch, const pybind11::object& hidden_states,
+  // Has one run eager that has leased a slot, and whose layers are called with something else than
+  // the constants of its variant. If the model itself has another table by now, graphs are made of
+  // it.
+  void turn_eager(Constants& constants, MicroBatch& batch, const pybind11::object& hidden_states,
                   const pybind11::object& table, std::optional<at::Tensor> mask);
   // Leases a slot for a micro-batch that is to replay, and returns the index of its variant; none
   // for one that runs eager. Such a one has a reason, beside what graphs know whether its state
@@ -208,7 +212,8 @@ class Dispatcher {
   std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
   pybind11::object params_type_ = pybind11::none();
   pybind11::set host_names_, read_names_;
-  bool has_new_names_ = false;
+  bool has_new_arguments_ = false;
+  int tables_to_come_ = 4;  // for which graphs are made anew: one may be new in each step
   Counts counts_;
   int64_t replayed_tokens_ = 0;
   mutable std::optional<Capacity> most_needed_;

@@ -139,9 +139,7 @@ class Trial:
         if any(graphs.dispatcher.needs_equal_rows for graphs in self._models):
             return tokens
         usual = min(_TILE, 1 << max(tokens // 64, 1).bit_length() - 1)
-        shared = [graphs.tensor.size for graphs in self._models if graphs.tensor.shards_sequence]
-        halves = [2 for graphs in self._models if graphs.context.sizes[-1] > 1]
-        return math.lcm(usual, *shared, *halves)
+        return math.lcm(usual, *(graphs.dispatcher.multiple for graphs in self._models))
 
 
 @contextlib.contextmanager
@@ -163,8 +161,7 @@ def _packs_as_given(plugin: Plugin) -> Iterator[None]:
 def _takes_packs_as_given(graphs: GraphedModel) -> bool:
     """Whether Megatron alone would run its packs, which ranks may have to share, or need equal rows of."""
     tensor, dispatcher = graphs.tensor, graphs.dispatcher
-    size = tensor.size if tensor.shards_sequence else 1
-    are_shared = not any(shape.tokens % size for shape in dispatcher.observed)
+    are_shared = not any(shape.tokens % tensor.row_shares for shape in dispatcher.observed)
     return graphs.refusal is None and are_shared and not dispatcher.needs_equal_rows
 
 

@@ -171,7 +171,7 @@ class ScheduledSteps:
     ) -> MicroBatch:
         size, place = pack.cp_size, self._groups.rank - pack.first_rank
         rows = [self._limits.rows(length, size) for length in lengths]
-        positions = [share(torch.arange(num * size), num, size, place) for num in rows]
+        positions = [share(torch.arange(num * size, device="cpu"), num, size, place) for num in rows]
         # By the limits and not by the pack: packs with and without padded offsets are captured apart.
         is_padded = self._limits.cp_sizes[-1] > 1 or self._limits.alignment > 1
         actual, padded = self._offsets(lengths), self._offsets([num * size for num in rows])

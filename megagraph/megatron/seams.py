@@ -153,10 +153,7 @@ PACKED_SEQ_PARAMS = Seam(
     "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
     "max_seqlen_kv local_cp_size cp_group",
 )
-_CAPTURE_FLAGS = tuple(
-    Seam("megatron.core.transformer.cuda_graphs", name)
-    for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
-)
+_IS_CAPTURING = Seam("megatron.core.transformer.cuda_graphs", "is_graph_capturing")
 # Asked for the tracker of random streams, which may be replaced at any time.
 RNG_TRACKER = Seam("megatron.core.tensor_parallel", "get_cuda_rng_tracker")
 
@@ -388,7 +385,7 @@ def is_replaced(module: Any, seam: Seam) -> bool:
 _OF_ALL_MODELS = (
     *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE),
     *(PACKED_ROPE, ROWS_ROPE),
-    *(*_CAPTURE_FLAGS, RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
+    *(_IS_CAPTURING, RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
     *(DATA_AND_CONTEXT_GROUP, STAGE_GROUP, _HYBRID_GROUPS),
 )
 _OF_SOME_MODELS = (

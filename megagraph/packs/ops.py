@@ -129,7 +129,7 @@ def rope_thd(
     return tuple(out)
 
 
-_Pair = tuple[Tensor, Tensor]
+_Written = tuple[int, Tensor, Tensor]  # how often the frequencies had been, their cos and sin
 
 
 class RotaryTables:
@@ -139,12 +139,13 @@ class RotaryTables:
     keys; here it is taken once for each dtype and mscale, with the same roundings
     (csrc/ops/rope_rotation.h, Note [RoPE bits]). Views are known by their place: multi-latent
     attention makes one in each call, of as many rows as its pack has, and shorter ones have the first rows
-    of the longest so far. Those before it stay, since graphs may read them.
+    of the longest so far. Those before it stay, since graphs may read them, until frequencies that were
+    written since have tables of their own.
     """
 
     def __init__(self) -> None:
         # By the memory of the frequencies, whose storage is one object as long as it lives.
-        self._tables: WeakKeyDictionary[Any, dict[Hashable, list[_Pair]]] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Any, dict[Hashable, list[_Written]]] = WeakKeyDictionary()
 
     def tables(self, freqs: Tensor, dtype: torch.dtype, mscale: float) -> tuple[Tensor, Tensor]:
         """Tables of [positions, rotary dimension] in `dtype`.
@@ -153,12 +154,14 @@ class RotaryTables:
         """
         rows = freqs.size(0)
         key = freqs.storage_offset(), freqs.shape[1:], freqs.stride(), freqs.dtype, dtype, mscale
-        pairs = self._tables.setdefault(freqs.untyped_storage(), {}).setdefault(key, [])
-        if not pairs or pairs[-1][0].size(0) < rows:
-            flat = freqs.detach().reshape(rows, -1)
-            cos, sin = ((trig(flat) * mscale).to(dtype) for trig in (torch.cos, torch.sin))
-            pairs.append((cos, sin))
-        cos, sin = pairs[-1]
+        known = self._tables.setdefault(freqs.untyped_storage(), {}).setdefault(key, [])
+        writes = 0 if freqs.is_inference() else freqs._version
+        if not known or known[-1][0] != writes or known[-1][1].size(0) < rows:
+            with torch.inference_mode(False):  # training may need them next
+                flat = freqs.detach().reshape(rows, -1)
+                cos, sin = ((trig(flat) * mscale).to(dtype) for trig in (torch.cos, torch.sin))
+            known[:] = [*(it for it in known if it[0] in (writes, known[-1][0])), (writes, cos, sin)]
+        _writes, cos, sin = known[-1]
         return (cos, sin) if cos.size(0) == rows else (cos[:rows], sin[:rows])
 
     def rotate(

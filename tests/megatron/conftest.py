@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests of the Megatron floor share: one process group, deterministic bits, a clean plugin."""
 
+import gc
 import logging
 import os
 import warnings
@@ -53,6 +54,7 @@ def megatron(process_group: None) -> Iterator[None]:
     with megatron_on_cpu(), every_graph_is_compared_or_named():
         yield
         free_models()
+    gc.freeze()  # what a file has imported, such as a compiler
 
 
 @pytest.fixture(autouse=True)

@@ -584,7 +584,7 @@ def refused(model: Any, *given: Any, **options: Any) -> str:
 def is_capturing() -> bool:
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-    return is_graph_capturing()
+    return bool(is_graph_capturing())
 
 
 def the_plugin() -> Any:

@@ -206,12 +206,13 @@ def test_ranks_capture_the_same_layers_whatever_one_of_them_has_forgotten(granul
     assert of_graphs["graphs"] == 2 * (LAYERS if granularity == "chunk" else 1)
 
 
-def dispatcher(cp_sizes: tuple[int, ...] = (1,)) -> Dispatcher:
-    """One of a model whose packs as many ranks share, the first number of them if packs do not say."""
+def dispatcher(cp_sizes: tuple[int, ...] = (1,), shares: int = 1) -> Dispatcher:
+    """One of a model whose packs as many ranks share, the first number of them if packs do not say; rows
+    between the layers are shared out in `shares`."""
     context = mock.Mock(size=cp_sizes[0], sizes=cp_sizes, is_dynamic=False)
     arguments = mock.Mock(depend_on_max_seqlen=False, are_cut=False, is_by_token=False)
     model_config = mock.Mock(num_moe_experts=None, apply_rope_fusion=False, cuda_graph_warmup_steps=3)
-    tensor = mock.Mock(shards_sequence=False)
+    tensor = mock.Mock(shards_sequence=shares > 1, row_shares=shares)
     peers = mock.Mock(context=context, tensor=tensor, size=1, run_other_packs=False)
     return Dispatcher(model_config, GraphConfig(), arguments, peers)
 
@@ -230,10 +231,15 @@ def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureF
     assert "20 steps after its warm-up" in sentence and "cuda_graph_max_packed_seqs" in sentence
 
 
-@pytest.mark.parametrize(("cp_sizes", "tokens"), [((1,), 61), ((1, 2), 62), ((2,), 62)])
-def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int, ...], tokens: int) -> None:
-    """Each rank has a share of both halves of a document."""
-    made = dispatcher(cp_sizes)
+@pytest.mark.parametrize(
+    ("cp_sizes", "shares", "tokens"), [((1,), 1, 61), ((1, 2), 1, 62), ((2,), 3, 66), ((1,), 3, 63)]
+)
+def test_learned_tokens_are_such_as_ranks_can_share(
+    cp_sizes: tuple[int, ...], shares: int, tokens: int
+) -> None:
+    """Each rank has a share of both halves of a document. Bug: the first capture of a model whose ranks share
+    rows raised, though nobody had set an option."""
+    made = dispatcher(cp_sizes, shares)
     made.learn(lambda said: [0, 61, 4, 8])
     found = [(it.tokens, it.max_seqlen) for size in cp_sizes for it in made.by_cp_size[size]]
     assert found == [(tokens, size * tokens) for size in cp_sizes for _ in range(2)]

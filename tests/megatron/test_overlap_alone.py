@@ -168,14 +168,14 @@ def test_a_layer_with_a_hook_runs_in_megatrons_node_and_the_other_replays() -> N
     assert set(compared_while(hooked)["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
 
 
-def test_a_rotary_table_of_a_hosts_runs_as_given() -> None:
+def test_another_rotary_table_of_the_models_runs_as_given_until_graphs_are_made_of_it() -> None:
     def scaled(trainer: Any) -> contextlib.AbstractContextManager[Any]:
         rotary = trainer.chunk.rotary_pos_emb
         ask = rotary.forward
         return mock.patch.object(rotary, "forward", lambda *args, **given: 2 * ask(*args, **given))
 
     report = compared_while(scaled)
-    assert report["eager"]["SIGNATURE_CHANGED"] == report["changed"]
+    assert 0 < report["eager"]["SIGNATURE_CHANGED"] < report["changed"]
 
 
 def test_a_micro_batch_that_replays_nothing_though_it_has_graphs_is_a_failure() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import FULL, HostTrainer, OwnBlock, OwnModel, frozen_model, host_pair, only
+from host_rig import FULL, HostTrainer, OwnBlock, OwnModel, PerTokenModel, frozen_model, host_pair, only
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_rig import LAYERS, ONE, OTHER, TWO, Install, Micro, Pair, evaluate, forward, hands, step
@@ -470,3 +470,25 @@ def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(scope
             first, second = trainer.chunk.decoder.layers
             assert second.forward is forward and "forward" not in vars(first)
     assert only(pair.report(), "WARMING_UP", "SCOPE_UNSUPPORTED" if scopes else "STATE_CHANGED")
+
+
+class ScaledModel(OwnModel):
+    """Makes its table itself in each call."""
+
+    def tables(self, *given: Any) -> Any:
+        hidden, tables = super().tables(*given)
+        return hidden, {**tables, "rotary_pos_emb": tables["rotary_pos_emb"] * 0.5}
+
+
+@pytest.mark.parametrize("model", [ScaledModel, PerTokenModel])
+def test_tables_of_states_that_have_no_graphs_do_not_pile_up(model: type[GPTModel], install: Install) -> None:
+    """Bug: one of each state stayed for ever, in a run whose layers count their calls one a micro-batch."""
+    install()
+    trainer = HostTrainer(model)
+    step(trainer, [ONE], times=4)
+    for index in range(12):
+        trainer.chunk.decoder.layers[0].scale_of_step = 0.1 * index
+        step(trainer, [ONE])
+    (graphs,) = rig.the_plugin().all_graphs()
+    constants = {id(it): it for it in graphs._arguments.values()}.values()
+    assert len(constants) <= len(graphs.captures.bank.variants) + 1

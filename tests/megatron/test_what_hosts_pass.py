@@ -6,6 +6,7 @@ import inspect
 from collections import namedtuple
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import megatron_rig as rig
@@ -13,15 +14,18 @@ import pytest
 import torch
 from host_rig import Holder, OwnModel, frozen_model, host_pair
 from mamba_rig import Documented
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
-from torch import Tensor, distributed
+from same_bits import assert_same_bits
+from torch import Tensor, distributed, nn
 
 import megagraph
 from megagraph._C import Constants
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron.parallel.ddp import find_ddp
 
 pytestmark = pytest.mark.both
 NEEDS_EXTRACTION = pytest.mark.skipif(
@@ -136,13 +140,23 @@ class WithSlots(namedtuple("WithSlots", list(rig.ONE.params("cpu").__dict__))):
     """No class of which a canonical pack can be made."""
 
 
-def test_a_pack_of_a_class_that_wants_more_runs_as_it_was_given(pair: rig.Pair) -> None:
-    """Bug: training ended in an AttributeError."""
+class AnyArguments(PackedSeqParams):
+    """Its constructor names none of the fields."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_taken"), [(WithSlots, False), (SimpleNamespace, False), (AnyArguments, True)]
+)
+def test_a_pack_of_a_hosts_own_class_replays_or_runs_as_it_was_given(
+    kind: Any, is_taken: bool, pair: rig.Pair
+) -> None:
+    """Bug: training ended in an AttributeError, a ValueError or a TypeError."""
+    own = dataclasses.replace(rig.ONE, pack=lambda params: kind(**vars(params)))
     pair.step(rig.ONE, times=4)
-    before = pair.report()
-    for trainer in pair.both:
-        call(trainer, packed_seq_params=WithSlots(**vars(rig.ONE.params(trainer.device))))
-    assert rig.eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
+    assert pair.costs(own) == ({} if is_taken else {"SIGNATURE_CHANGED": rig.LAYERS})
 
 
 @pytest.mark.parametrize(("more", "reason"), [(2, None), (6, "TOO_MANY_SEQUENCES")])
@@ -238,17 +252,66 @@ def test_layers_that_a_hosts_own_forward_sees_run_eager() -> None:
     assert "extract_layer_indices" in report["failures"][0]
 
 
+class Strict(nn.Module):
+    """Somebody's, anywhere in the process."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_a_search_for_a_ddp_runs_no_code_of_other_modules() -> None:
+    """Bug: what it raised ended the first call of a model outside of a schedule."""
+    strict = Strict()
+    assert find_ddp([], strict) is None
+
+
+class BufferedTable(RotaryEmbedding):
+    """Its frequencies are a buffer of the checkpoint."""
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
+        return self.freqs[:max_seq_len]
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_rotary_table_that_is_written_is_read_anew(mode: str, install: rig.Install) -> None:
+    """Bug: graphs and canonical packs went on with what had been made of it before. So graphs are made anew,
+    four times: a table may be another one in each step."""
+
+    def prepared(chunk: Any) -> None:
+        own = chunk.rotary_pos_emb
+        own.register_buffer("freqs", RotaryEmbedding.forward(own, rig.CAPACITY.tokens).clone())
+        own.__class__ = BufferedTable
+
+    def losses() -> list[Tensor]:
+        trainer, found = rig.ModelTrainer(prepare=prepared), list[Tensor]()
+        for index in range(19):
+            if index % 3 == 0:
+                trainer.chunk.rotary_pos_emb.freqs.mul_(0.9)
+            found += rig.step(trainer, [rig.ONE]).losses
+        return found
+
+    expected = losses()
+    install(mode=mode)
+    assert_same_bits(losses(), expected)
+    (report,) = megagraph.reports()
+    if mode == "graph":
+        assert report["eager"]["SIGNATURE_CHANGED"] == (2 * 4 + 3 + 1) * rig.LAYERS, report["eager"]
+
+
 def test_a_table_that_equalled_the_captures_is_compared_again_once_either_is_written() -> None:
-    """Bug: it was known by identity: with other frequencies in the same memory the old ones replayed."""
+    """Bug: it was known by identity: with other frequencies in the same memory the old ones replayed. So was
+    the table of the capture itself, of which graphs have read what was made."""
     captured = torch.linspace(0, 1, 8)
     constants = Constants({"rotary_pos_emb": captured})
     own = captured.clone()
-    for value, factor, is_same in ((None, 1, True), (own, 2, False), (captured, 2, True), (own, 0.5, False)):
+    for value, factor, is_same in ((None, 1, True), (own, 2, False), (own, 0.5, True), (captured, 1, False)):
         if value is not None:
             value.mul_(factor)
         assert constants.are({"rotary_pos_emb": own}) is is_same
         assert constants.are({"rotary_pos_emb": own}) is is_same  # by what is known
-        assert constants.are({"rotary_pos_emb": captured})
+        assert constants.are({"rotary_pos_emb": captured}) is (value is not captured)
+    captured = captured.clone()
+    constants.set("rotary_pos_emb", captured)
     with torch.inference_mode():  # Bug: where no write is counted
         own = captured.clone()
         assert constants.are({"rotary_pos_emb": own})

@@ -4,26 +4,38 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import is_capturing
+from megatron_rig import ONE, OPTIONS, is_capturing, step
+from same_bits import assert_same_bits
 from torch import nn
 
+from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.captures import capturing, step_kept
 
 
 def test_megatron_is_told_of_the_whole_capture_and_of_its_end() -> None:
     assert not is_capturing()
-    with pytest.raises(ArithmeticError), capturing():
+    with pytest.raises(ArithmeticError), capturing(), ThreadPoolExecutor(1) as other:
         with capturing():
             assert is_capturing()
         assert is_capturing(), "the inner one has ended the outer one"
+        assert not other.submit(is_capturing).result()
         raise ArithmeticError("an injected failure")
     assert not is_capturing()
+
+
+def test_what_another_thread_trains_meanwhile_has_its_gradients() -> None:
+    """Bug: DDP's hooks, silenced on all threads, added none of them."""
+    trainer = Trainer(OPTIONS)
+    expected = step(trainer, [ONE], update=False)
+    with capturing(), ThreadPoolExecutor(1) as other:
+        assert_same_bits(other.submit(step, trainer, [ONE], update=False).result(), expected)
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -437,7 +437,21 @@ def test_views_of_fewer_rows_need_no_tables_of_their_own() -> None:
         angles = freqs[:rows].flatten(1)
         assert torch.equal(cos, angles.cos()) and torch.equal(sin, angles.sin())
     (pairs,) = (pairs for known in tables._tables.values() for pairs in known.values())
-    assert [cos.size(0) for cos, _sin in pairs] == [8, 20, 32]
+    assert [cos.size(0) for _writes, cos, _sin in pairs] == [8, 20, 32]
+
+
+def test_tables_follow_frequencies_that_are_written_and_serve_training_after_an_evaluation() -> None:
+    """Bug: a buffer that a checkpoint had filled was rotated by its old values, and tables that an evaluation
+    in inference mode had made ended the next training step. Those before it stay, for passes in flight."""
+    tables, freqs = RotaryTables(), frequencies()
+    for mode, kept in ((True, 1), (False, 2), (False, 2)):
+        with torch.inference_mode(mode):
+            cos, sin = tables.tables(freqs, torch.float32, 1.0)
+        assert torch.equal(cos, freqs.flatten(1).cos()) and torch.equal(sin, freqs.flatten(1).sin())
+        assert not cos.is_inference()
+        (pairs,) = (pairs for known in tables._tables.values() for pairs in known.values())
+        assert len(pairs) == kept
+        freqs.mul_(0.5)
 
 
 def test_tables_die_with_the_frequencies_and_keep_nothing_alive() -> None:

@@ -156,6 +156,7 @@ class Captures:
         bank = self.bank
         self.steps = {index: self.plan.walk(variant.sites) for index, variant in bank.captured.items()}
         self.constants = {index: self.arguments[key] for key, index in bank.variants.items()}
+        self.arguments.captured = bank.variants
         self._mla_tables.keep(bank.variants)
         self.dispatcher.use(bank, bank.variants, bank.eager_variants, self.watch)
 
@@ -506,8 +507,8 @@ def step_kept(module: nn.Module) -> Iterator[None]:
 def capturing() -> Iterator[None]:
     """Tells Megatron and Transformer Engine, and leaves random streams as they are inside a stream capture.
 
-    Megatron's flag silences its DDP's hooks. Transformer Engine's is set with its own random streams only:
-    its attention refuses any other tracker meanwhile, even if nothing is dropped.
+    Megatron's flag silences its DDP's hooks, on this thread alone. Transformer Engine's is set with its own
+    random streams only: its attention refuses any other tracker meanwhile, even if nothing is dropped.
 
     Megatron swaps the generator's state around some parts of a layer, which a capture refuses. A layer that
     draws from a swapped stream, a named one or one that recomputing sets back, was found in its warm-up and
@@ -524,8 +525,9 @@ def capturing() -> Iterator[None]:
         sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("graph", "distributed")
     )
     with contextlib.ExitStack() as afterwards:
-        cuda_graphs._set_capture_start()
-        afterwards.callback(cuda_graphs._set_capture_end)
+        cuda_graphs._IS_GRAPH_CAPTURING = here = _C.CapturingThread()  # for good: elsewhere it is false
+        afterwards.enter_context(here)
+        afterwards.enter_context(torch.autograd.set_multithreading_enabled(False))  # its backward, too
         if engine and engine_streams and isinstance(tracker, engine_streams.CudaRNGStatesTracker):
             engine.set_capture_start()
             afterwards.callback(engine.set_capture_end)

@@ -103,7 +103,7 @@ class Changes:
         bank, watch = self._captures.bank, self._captures.watch  # a change may begin others
         had_graphs = bool(bank.variants)  # which another layer makes this rank alone drop
         changed = None if runs_eager else self._captures.what_changed()
-        if self._dispatcher.has_new_names and changed is None and not runs_eager:
+        if self._dispatcher.has_new_arguments and changed is None and not runs_eager:
             changed = EagerReason.SIGNATURE_CHANGED
         is_away = not runs_eager and watch.are_gradients_away
         said = self._local_state(has_changed=changed is not None, had_graphs=had_graphs)

@@ -13,6 +13,7 @@ capacities are known packs run as given, and need equal rows as with Megatron al
 the same step boundary.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,8 @@ class Dispatcher(_C.Dispatcher):
             warm_up_steps=self.warm_up_steps,
         )
         self._tail, self._context, self._tensor = config.tail, context, peers.tensor
+        # Of tokens: each rank has a share of two parts of every document, and of the rows between the layers.
+        self.multiple = math.lcm(1 + (context.sizes[-1] > 1), peers.tensor.row_shares)
         self._waited = self._evaluations = 0  # steps
         self.expected_tokens = 0  # of a rank's share of a pack, as the schedule says; 0 or 1 if it does not
         largest = context.sizes[-1]
@@ -148,8 +151,7 @@ class Dispatcher(_C.Dispatcher):
                     _PATIENCE,
                 )
             return
-        if sizes[-1] > 1:  # each rank has a share of two parts of every document
-            tokens += tokens % 2
+        tokens += -tokens % self.multiple
         num_shapes = len(self.observed)
         self._take({size: capacities_for([tokens, *num_seqs], extra_seqs, size) for size in sizes})
         log.info(

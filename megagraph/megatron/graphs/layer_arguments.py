@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph._C import Constants, KeptState, MicroBatch, ReadTrace, VariantKey, are_equal, plain_tensors
+from megagraph._C import Constants, KeptState, ReadTrace, VariantKey, are_equal, plain_tensors
 from megagraph.bank.rng import kept_streams
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, as_before, has_mla, hybrid_seams, stand_in
@@ -52,18 +52,17 @@ class LayerArguments(dict[VariantKey, Constants]):
         # Whether the layers were handed the model's own table when that was last asked; None before.
         self.are_own: bool | None = None
         self._own_table: dict[int, Constants] = {}  # the last one, by its rows
+        self.staged = Constants({})  # of variants with frequencies of each token: those of the micro-batch
+        self.captured: Container[VariantKey] = ()  # the variants with graphs
 
     def of(self, key: VariantKey, params: Any, hidden_states: Tensor) -> Constants:
         """Those of a variant; found with a canonical pack of it, and hidden states on the meta device."""
-        # The first ones stay: graphs of former numeric settings read them.
+        # The first ones stay: graphs of former numeric settings read them. Of other states only graphs do.
         if key not in self:
-            self[key] = Constants({} if key.by_token else self._make(params, hidden_states))
+            for other in [it for it in self if it.state != key.state and it not in self.captured]:
+                del self[other]
+            self[key] = self.staged if key.by_token else Constants(self._make(params, hidden_states))
         return self[key]
-
-    def set_freqs(self, batch: MicroBatch, table: Any) -> None:
-        """Expects layers to be called with the frequencies of each token that a micro-batch has staged."""
-        if batch.key in self:
-            self[batch.key].set("rotary_pos_emb", table)
 
     def _make(self, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
         model, doors = self._model(), self.entries.model

@@ -262,11 +262,11 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        own_mask = mask if self.entries.are_megatrons else None
+        own_mask, staged = mask if self.entries.are_megatrons else None, self._arguments.staged
         if not self.dispatcher.take(batch, hidden_states, table, own_mask):
             return None
         if batch.key.by_token:
-            self._arguments.set_freqs(batch, table)
+            staged.set("rotary_pos_emb", table)
         variant = self.dispatcher.begin(batch)
         if variant is not None:
             if self.verifier.every:

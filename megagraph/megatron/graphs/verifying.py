@@ -191,7 +191,7 @@ class Verifier:
         """This rank's rows of documents, without the padding behind each of them and behind the last."""
         assert key.capacity is not None
         actual, physical = (kept.sources[which].cpu().long() for which in (0, int(key.form.has_padded)))
-        held = torch.arange(int(physical[-1]))
+        held = torch.arange(int(physical[-1]), device="cpu")
         if (group := self._context.of_size(key.cp_size)) is not None:
             held = thd_partition_indices(physical.int(), len(held), key.cp_size, group.rank()).long()
         document = torch.searchsorted(physical[1:], held, right=True)

@@ -91,7 +91,7 @@ class LayerLoop:
         # The mask of the micro-batch is staged.
         if padding_mask is not batch.mask or not self._constants.hold(arguments):
             table = arguments.get("rotary_pos_emb")
-            captures.dispatcher.turn_eager(batch, hidden_states, table, padding_mask)
+            captures.dispatcher.turn_eager(self._constants, batch, hidden_states, table, padding_mask)
             sites, of_layers = (), captures.plan.walk(())
         elif before_site is None:
             out = captures.bank.replay_all(hidden_states)

@@ -24,7 +24,7 @@ def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
     """The Megatron DDP module around `chunk`, among what a schedule was given, or all; None without one."""
     # Hosts may call a model before any schedule has it.
     among = models or [it for it in gc.get_objects() if issubclass(type(it), nn.Module)]
-    ddps = (model for model in among if hasattr(model, "ddp_config"))
+    ddps = (model for model in among if "ddp_config" in vars(model))
     return next((ddp for ddp in ddps if any(module is chunk for module in ddp.modules())), None)
 
 

@@ -42,6 +42,7 @@ class TensorRanks:
         config: Any = model.config
         # Each rank holds a share of the rows between the layers.
         self.shards_sequence: bool = config.sequence_parallel and self.size > 1
+        self.row_shares = self.size if self.shards_sequence else 1
         # Such a model shares out the padding masks that it makes from ids itself.
         self.is_gpt = isinstance(model, GPT_FORWARD.owner())
 
@@ -54,18 +55,16 @@ class TensorRanks:
 
     def num_tokens(self, hidden_states: Tensor) -> int:
         """Physical tokens of a pack, all ranks together, from the hidden states [T, 1, H] of this one."""
-        return hidden_states.size(0) * (self.size if self.shards_sequence else 1)
+        return hidden_states.size(0) * self.row_shares
 
     def rows(self, tokens: int) -> int:
         """Rows between layers on one rank, of a pack of `tokens`; `ValueError` if there is no even share."""
-        if not self.shards_sequence:
-            return tokens
-        if tokens % self.size:
+        if tokens % self.row_shares:
             raise ValueError(
                 f"sequence parallelism shares the rows of a pack among {self.size} ranks: expected "
                 f"capacities of a multiple of {self.size} tokens, got {tokens}"
             )
-        return tokens // self.size
+        return tokens // self.row_shares
 
     def share_anew(self, hidden_states: Tensor, tokens: int) -> Tensor:
         """This rank's rows [T, 1, H] of a pack that is made one of `tokens` physical tokens, at its end.

@@ -79,7 +79,7 @@ class HostGroup:
         """The largest of each value over the ranks. Every one of them calls this equally often."""
         if self.size == 1:
             return list(values)
-        largest = torch.tensor(list(values), dtype=torch.int64)
+        largest = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         self._group().allreduce([largest], distributed.ReduceOp.MAX).wait()
         return largest.tolist()
 
@@ -173,7 +173,7 @@ class Peers(HostGroup):
             ranks = frozenset(one + other - own for one in tensor for other in context)
         if len(ranks) < 2:
             return
-        largest = torch.tensor(here)
+        largest = torch.tensor(here, device="cpu")
         try:
             _gloo_group(ranks, "inside of steps").allreduce([largest], distributed.ReduceOp.MAX).wait()
         except RuntimeError as error:  # nobody came

@@ -275,14 +275,13 @@ def _has_expected(
     graphs: GraphedModel, batch: MicroBatch, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether an overridden model hands to its block what the variant's layers are captured with."""
-    arguments = graphs.captures.arguments
-    constants = arguments.get(batch.key)
-    table = kwargs.get("rotary_pos_emb")
+    arguments, table = graphs.captures.arguments, kwargs.get("rotary_pos_emb")
     if not batch.take_freqs(table):
         return False
     if batch.key.by_token:
-        arguments.set_freqs(batch, table)
+        arguments.staged.set("rotary_pos_emb", table)
     further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
+    constants = arguments.get(batch.key)
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 
 

@@ -169,12 +169,12 @@ class _Passage:
             graphs.count_as_given(batch, entered)
         elif batch is not None and (variant := graphs.begin(batch, entered, table, mask)) is not None:
             graphs.end_plan = self.end
-            tables = {name: getattr(state, name) for name in _TABLES}
-            if mask is batch.mask and captures.constants[variant].hold(tables):
+            constants, tables = captures.constants[variant], {name: getattr(state, name) for name in _TABLES}
+            if mask is batch.mask and constants.hold(tables):
                 self._steps = captures.steps[variant]
                 self._before_site = captures.before_sites and captures.before_sites()
             else:
-                graphs.dispatcher.turn_eager(batch, entered, table, mask)
+                graphs.dispatcher.turn_eager(constants, batch, entered, table, mask)
 
     def _first(
         self, index: int, layer: Any, mixture: Any, submodule: _Function, node: Any, hidden_states: Tensor
