@@ -124,7 +124,7 @@ def test_blocks_take_turns_and_the_first_step_of_each_is_not_timed(monkeypatch: 
     monkeypatch.setattr("megagraph.cli.trial.time.perf_counter", lambda: clock.now)
     graphs.dispatcher = mock.Mock(observed=dict(PACKS.counts), needs_equal_rows=False, warm_up_steps=2)
     graphs.dispatcher.needs.return_value = [110, 2, 8]
-    graphs.tensor.shards_sequence, graphs.context.sizes = False, (1,)
+    graphs.tensor.row_shares = graphs.dispatcher.multiple = 1
     graphs.captures.bank.counters = lambda: {"replays": graphs.replays}
     plugin = mock.Mock(all_graphs=lambda: [graphs], reports=lambda: [report_of(9, 0.1, DISABLED=8)])
 

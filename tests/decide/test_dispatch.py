@@ -292,10 +292,10 @@ def test_packs_are_counted_on_request_whatever_becomes_of_them() -> None:
 
 
 def test_ranks_that_need_equal_rows_pad_what_no_capacity_holds() -> None:
-    made = dispatcher(BANK, needs_equal_rows=True)
+    made = dispatcher({1: [Capacity(tokens=8, num_seqs=3, max_seqlen=4)]}, needs_equal_rows=True)
     for shape, capacity, reason in (
         (PackShape(6, 5, 4), (8, 5, 8), EagerReason.TOO_MANY_SEQUENCES),
-        (PackShape(6, 2, 9), (8, 2, 9), EagerReason.SEQUENCE_TOO_LONG),
+        (PackShape(6, 2, 5), (8, 2, 8), EagerReason.SEQUENCE_TOO_LONG),
     ):
         batch = entered(made, pack_of(shape), shape.tokens)
         assert batch.capacity is not None
@@ -351,11 +351,6 @@ def test_settings_that_change_in_a_step_are_due_afterwards() -> None:
     assert made.counts() == {1: {"NUMERICS_CHANGED": 1}}
 
 
-class Pack(SimpleNamespace):  # says what it takes
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
-
-
 def test_a_block_that_is_called_again_has_the_later_mask() -> None:
     """Bug: the first one stayed among what staging reads."""
     made, hidden_states = dispatcher(BANK, is_own_table=lambda *_: False), torch.zeros(6, 1, 4)
@@ -366,7 +361,7 @@ def test_a_block_that_is_called_again_has_the_later_mask() -> None:
         assert batch.sources[0] is PACK.cu_seqlens_q and torch.equal(batch.sources[1], mask)
         assert len(batch.sources) == 2 and batch.mask is mask
     for other in (MASK[:, :5], None):
-        batch = entered(made, Pack(**vars(PACK)), 6, mask=MASK)
+        batch = entered(made, PACK, 6, mask=MASK)
         assert not made.take(batch, hidden_states, None, other) and batch.is_as_given
 
 
