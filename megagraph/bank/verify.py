@@ -97,7 +97,8 @@ class Verification:
         bank.set_in_step(False)
         try:
             # In this thread, as replays are: what is lent has room for no other thread's workspaces.
-            with bank.backend.recording(), torch.autograd.set_multithreading_enabled(False):
+            alone = KeptGradients(bank.specs, work_runs=False).put_back_afterwards()
+            with bank.backend.recording(), torch.autograd.set_multithreading_enabled(False), alone:
                 for _slot in range(bank.num_slots):  # which take turns
                     self._run_slot()
         finally:

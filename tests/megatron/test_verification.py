@@ -13,6 +13,7 @@ import pytest
 import torch
 from megatron_rig import OPTIONS, Micro, graph_config, report_of, step
 from notes import noting
+from same_bits import assert_same_bits
 from streams import seed_streams
 from torch import Tensor, nn
 from watched import free_models
@@ -292,3 +293,19 @@ def test_nothing_is_captured_while_autograd_looks_for_anomalies(trainer: Trainer
     assert not rig.report_of(trainer)["graphs"]
     rig.step(trainer, [rig.ONE], times=2)
     rig.ran(rig.report_of(trainer), 2 * rig.LAYERS, WARMING_UP=3 * rig.LAYERS)
+
+
+def test_graphs_that_an_evaluation_finds_due_are_compared_beside_gradients_of_the_last_step(
+    pair: rig.Pair,
+) -> None:
+    """Bug: they were used unverified. Megatron's FP32 optimizer leaves `main_grad` in `.grad` until then."""
+
+    def scored_and_trained(trainer: Trainer) -> rig.Step:
+        with torch.no_grad():
+            rig.schedule(trainer.model, [rig.ONE], 1, trainer.device, forward_only=True)
+        return rig.step(trainer, [rig.ONE])
+
+    for index in range(4):
+        assert_same_bits(*pair.each(scored_and_trained), f"step {index}")
+    report = pair.report()
+    assert report["replays"] and report["verification"]["unverified_sites"] == []

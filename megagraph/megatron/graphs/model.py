@@ -358,8 +358,7 @@ class GraphedModel:
         """
         token = subject.set(self.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            entries = self.entries
-            bank = self.captures.bank
+            entries, bank = self.entries, self.captures.bank
             if bank.has_met_shared_backward():
                 entries.fail("several of its calls in one backward pass are not supported yet")
             if entries.news or not entries.are_settled or self.peers.size > 1:
