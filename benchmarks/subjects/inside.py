@@ -23,7 +23,7 @@ from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.packs.ops import RotaryTables
+from megagraph.packs.ops import RotaryTables, rope_thd
 
 _SOURCE = """
 typedef int (*Launch)(void *, void *);
@@ -137,6 +137,6 @@ def our_rope() -> AbstractContextManager[Any]:
     def rotate(
         t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor, mscale: float = 1.0, **unused: Any
     ) -> Tensor:
-        return tables.rotate(t, freqs, cu_seqlens, mscale=mscale)
+        return rope_thd([t], *tables.tables(freqs, t.dtype, mscale), cu_seqlens)[0]
 
     return mock.patch.object(seam.owner(), seam.name, rotate)

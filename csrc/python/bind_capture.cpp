@@ -61,7 +61,11 @@ struct CapturingThread {
 void bind_capturing_thread(py::module_& m) {
   py::class_<CapturingThread>(m, "CapturingThread")
       .def(py::init<>())
-      .def("__enter__", [](const CapturingThread&) { ++CapturingThread::depth(); })
+      .def("__enter__",
+           [](py::object self) {
+             ++CapturingThread::depth();
+             return self;
+           })
       .def("__exit__", [](const CapturingThread&, const py::args&) { --CapturingThread::depth(); })
       .def("__bool__", [](const CapturingThread&) { return CapturingThread::depth() > 0; });
 }

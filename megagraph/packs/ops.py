@@ -164,20 +164,6 @@ class RotaryTables:
         _writes, cos, sin = known[-1]
         return (cos, sin) if cos.size(0) == rows else (cos[:rows], sin[:rows])
 
-    def rotate(
-        self,
-        t: Tensor,
-        freqs: Tensor,
-        cu_seqlens_padded: Tensor,
-        *,
-        mscale: float = 1.0,
-        **further: Any,  # of `rope_thd`
-    ) -> Tensor:
-        """Rotates queries or keys [T, H, D] by their position in their document; tail rows are zero."""
-        cos, sin = self.tables(freqs, t.dtype, mscale)
-        (out,) = rope_thd([t], cos, sin, cu_seqlens_padded, **further)
-        return out
-
 
 class _RopeMla(torch.autograd.Function):
     """Rotates in place without telling autograd that it did.

@@ -369,7 +369,8 @@ def test_bits_of_megatrons_unfused_path(
         expected.backward(grad[:rows])
         ours = t.requires_grad_()
         rank = {"cp_size": cp_size, "cp_rank": cp_rank}
-        actual = RotaryTables().rotate(ours, freqs, cu_seqlens, layout=layout, mscale=mscale, **rank)
+        by = RotaryTables().tables(freqs, ours.dtype, mscale)
+        actual = rope_thd([ours], *by, cu_seqlens, layout=layout, **rank)[0]
         actual.backward(grad)
         for found, wanted in ((actual, expected), (ours.grad, theirs.grad)):
             assert torch.equal(found[:rows], wanted) and not found[rows:].any()
@@ -409,7 +410,6 @@ def test_tables_are_made_once_for_each_frequencies_dtype_and_mscale() -> None:
             assert seen.setdefault(id(table), (index, dtype, mscale, table)) == (index, dtype, mscale, table)
     assert len(seen) == 2 * len(keys)
     made = tables.tables(both[0], torch.float32, 1.0)[0]
-    tables.rotate(torch.randn(5, 1, 8), both[0], offsets([5]))  # as every layer does
     assert tables.tables(both[0], torch.float32, 1.0)[0] is made
     assert RotaryTables().tables(both[0], torch.float32, 1.0)[0] is not made
 

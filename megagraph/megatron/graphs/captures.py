@@ -525,8 +525,8 @@ def capturing() -> Iterator[None]:
         sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("graph", "distributed")
     )
     with contextlib.ExitStack() as afterwards:
-        cuda_graphs._IS_GRAPH_CAPTURING = here = _C.CapturingThread()  # for good: elsewhere it is false
-        afterwards.enter_context(here)
+        here = afterwards.enter_context(_C.CapturingThread())
+        afterwards.enter_context(stand_in(cuda_graphs, _IS_GRAPH_CAPTURING=here))
         afterwards.enter_context(torch.autograd.set_multithreading_enabled(False))  # its backward, too
         if engine and engine_streams and isinstance(tracker, engine_streams.CudaRNGStatesTracker):
             engine.set_capture_start()

@@ -28,7 +28,7 @@ from torch import Tensor, distributed
 from megagraph._C import by_name, is_by_token, is_canonical, with_tail_as_document
 from megagraph.megatron.seams import MLA_QUERY_ROPE, ROWS_ROPE, Seam
 from megagraph.modules.experts import linear_map
-from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla
+from megagraph.packs.ops import RopeLayout, RotaryTables, rope_mla, rope_thd
 
 __all__ = ["wrap_documents", "wrap_engine_attention", "wrap_foreign_rope", "wrap_mla_rope", "wrap_rope"]
 
@@ -78,9 +78,8 @@ def wrap_rope(original: _Function) -> _Function:
         layout: RopeLayout = "interleaved" if how.get("rotary_interleaved") else "neox"
         if any(how.get(name) for name in _OF_MLA):
             layout = "mla_interleaved"
-        return tables.rotate(
-            t, freqs, cu_seqlens, layout=layout, mscale=mscale, cp_size=cp_size, cp_rank=cp_rank
-        )
+        by = tables.tables(freqs, t.dtype, mscale)
+        return rope_thd([t], *by, cu_seqlens, layout=layout, cp_size=cp_size, cp_rank=cp_rank)[0]
 
     return rotate
 
