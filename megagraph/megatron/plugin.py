@@ -2,6 +2,7 @@
 """The installed plugin: knows every model that ran, and the steps they run in."""
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,7 @@ class Plugin:
         self._of_block: dict[int, GraphedModel] = {}
         # Look graphs up by the key of a model, and of its block. No functions of ours: they run in each call.
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
-        self._is_suspended = False
+        self._is_suspended, self._one_at_a_time = False, threading.RLock()
         self.is_over = False  # released: what still calls a wrapper reaches what that wraps
         self.training_steps, self.clock = 0, StepClock()
         self.leave_report: Callable[[], None] = lambda: None  # called once an interval of the log
@@ -91,9 +92,11 @@ class Plugin:
 
     def graphs_of_model(self, model: Any) -> GraphedModel:
         """The graphs of a GPTModel; made at its first forward."""
+        with self._one_at_a_time:
+            return self._graphs.get(key_of(model)) or self._new_graphs(model)
+
+    def _new_graphs(self, model: Any) -> GraphedModel:
         key = key_of(model)
-        if (known := self._graphs.get(key)) is not None:
-            return known
         ddp, stages = find_ddp(self.step_models, model), schedule_of(model)
         name = self._name(model, stages)
         self.has_pipeline = self.has_pipeline or stages.stages > 1

@@ -3,7 +3,9 @@
 
 import dataclasses
 import inspect
+import sys
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -252,6 +254,40 @@ def test_layers_that_a_hosts_own_forward_sees_run_eager() -> None:
     assert "extract_layer_indices" in report["failures"][0]
 
 
+def test_threads_that_call_one_model_take_turns(install: rig.Install) -> None:
+    """Bug: their calls raised, or met one another's rows."""
+    micros = [rig.Micro(lengths=(9, 20), seed=seed) for seed in range(4)]
+
+    def answers(threads: int) -> list[Tensor]:
+        model, called = frozen_model(seed=3)
+        device = next(model.parameters()).device
+
+        def ask(micro: rig.Micro) -> Tensor:
+            with torch.no_grad():
+                return rig.forward(called, micro, device)[0].clone()
+
+        with ThreadPoolExecutor(threads) as pool:
+            return [*pool.map(ask, micros * 20)]
+
+    install()
+    expected = answers(1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        assert_same_bits(answers(2), expected)
+    finally:
+        sys.setswitchinterval(before)
+    rig.ran(megagraph.reports()[-1], WARMING_UP=rig.LAYERS)
+
+
+def test_what_keeps_a_capture_from_every_step_is_said_once(pair: rig.Pair) -> None:
+    """Bug: all of it ran eager, warming up for ever, without a word."""
+    with torch.autograd.graph.save_on_cpu():
+        pair.step(rig.ONE, times=30)
+    report = pair.ran(0, failures=1, WARMING_UP=30 * rig.LAYERS)
+    assert report["failures"] == ["nothing is captured: each step begins under RECOMPUTING"]
+
+
 class Strict(nn.Module):
     """Somebody's, anywhere in the process."""
 
@@ -269,7 +305,7 @@ class BufferedTable(RotaryEmbedding):
     """Its frequencies are a buffer of the checkpoint."""
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
-        return self.freqs[:max_seq_len]
+        return self.freqs if max_seq_len == len(self.freqs) else self.freqs[:max_seq_len]
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])

@@ -4,6 +4,7 @@
 Patches nothing, and does not know how graphs are captured.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = ["GraphedModel"]
 # Options that change nothing of what ranks do together.
 _OF_A_RANK = ("progress", "poison", "report", "log_interval", "cuda_graph_nvtx")
 _MISFITS = EagerReason.TOO_MANY_TOKENS, EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG
+_PATIENCE = 20  # steps that something keeps from a capture, until that is said
 _MOST_MISFITS = 0.05  # of the calls of an interval, before somebody is told
 # Of what runs as it was given for these, the kind is captured later.
 _CAPTURED_LATER = EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED
@@ -64,6 +66,7 @@ class GraphedModel:
         check_graph_options(model.config)
         self.model, self._config, self.name = weakref.ref(model), config, name
         self.entries = Entries(model)
+        self.lock = threading.RLock()  # a call holds it: another thread's waits
         # Another stage or chunk of a pipeline gets its hidden states.
         self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes)
@@ -100,6 +103,7 @@ class GraphedModel:
         self.running: MicroBatch | EagerReason | None = None
         self.end_plan: Callable[[], None] | None = None  # ends the one that has leased a slot
         self._training_steps, self._has_told_of_misfits = 0, False
+        self._kept_back = 0  # steps in a row
         self._last_counters: dict[str, int] = {}  # in the log
 
     def _begin(self) -> None:
@@ -385,10 +389,14 @@ class GraphedModel:
                 return
             dispatcher, bank = self.dispatcher, self.captures.bank  # another one if graphs were dropped
             # Somebody's hooks of saved tensors, or modes, would be part of the capture, or look into it.
-            is_alone = bank.reason_before_step(training=True, look_at_grads=False) is None
-            is_alone = is_alone and not torch.is_anomaly_enabled()
+            against = bank.reason_before_step(training=True, look_at_grads=False)
+            under = "anomaly detection" if torch.is_anomaly_enabled() else against and against.name
+            is_kept_back = under and self._due.due and not torch.is_inference_mode_enabled()
+            self._kept_back = self._kept_back + 1 if is_kept_back else 0
+            if self._kept_back == _PATIENCE:
+                self.captures.note(f"nothing is captured: each step begins under {under}")
             has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
-            can_capture = is_alone and has_freqs and self._row is not None and bool(dispatcher.by_cp_size)
+            can_capture = not under and has_freqs and self._row is not None and bool(dispatcher.by_cp_size)
             if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
                 self._capture(kinds)
         finally:

@@ -95,61 +95,64 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
             if plugin.is_over or is_untouched:
                 return original(model, *args, **kwargs)
             graphs = plugin.graphs_of_model(model)
-        entries = graphs.entries
-        if own_names is not None:
-            if entries.model.is_own is False:
-                return original(model, *args, **kwargs)
-            entries.model.is_own = True
-            entries.model.reached += 1
-        elif not has_input and not is_inference:  # all of it by position, or by other names
-            graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
-        if is_untouched:
-            if not len(model.decoder.layers):  # any more
+        with graphs.lock:
+            entries = graphs.entries
+            if own_names is not None:
+                if entries.model.is_own is False:
+                    return original(model, *args, **kwargs)
+                entries.model.is_own = True
+                entries.model.reached += 1
+            elif not has_input and not is_inference:  # all of it by position, or by other names
                 graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
-            with stand_in(graphs, running=None):
-                return original(model, *args, **kwargs)
-        run, params = original, get("packed_seq_params")
-        if graphs.context.is_dynamic:
-            given, params = params, as_pack(params, ids, hidden_states)
-            run = _seeing(graphs, given, params, original)
-        tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
-        against, is_step, dispatcher = None, False, graphs.dispatcher
-        if graphs not in plugin.step_graphs:
-            if plugin.gone and not plugin.step_models:
-                plugin.retire()
-            against = dispatcher.eager_reason(params, tokens, entries.are_settled)
-            if against is None:  # a step of its own; in another model's what is due waits: `decide()`
-                graphs.at_step_boundary(captures=not plugin.step_models)
-                is_step = True
-        outer = graphs.running
-        try:
-            batch: MicroBatch | EagerReason | None
-            batch = graphs.decide(model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline)
-            if isinstance(batch, EagerReason) and entries.are_settled and graphs.refusal is None:
-                dispatcher.require_rows(tokens, batch)
-            if isinstance(batch, EagerReason) and entries.are_settled and batch not in graphs.learns_from:
-                # Whatever its block is given: no graph has a use for it.
-                dispatcher.count_eager(batch)
-                batch = None
-                if outer is None and not is_step:
-                    return run(model, *args, **kwargs)
-            reached = entries.block.reached
-            graphs.running = batch  # as `stand_in()`, without its calls
-            out = run(model, *args, **kwargs)
-            if batch is not None and entries.block.reached == reached:
-                graphs.count_as_given(entries.block_missed(batch))
-            is_whole = graphs.tensor.shards_sequence and get("output_processor") is None
-            if is_whole and isinstance(batch, MicroBatch) and batch.entry_padding:
-                out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
-        except BaseException:
+            if is_untouched:
+                if not len(model.decoder.layers):  # any more
+                    graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
+                with stand_in(graphs, running=None):
+                    return original(model, *args, **kwargs)
+            run, params = original, get("packed_seq_params")
+            if graphs.context.is_dynamic:
+                given, params = params, as_pack(params, ids, hidden_states)
+                run = _seeing(graphs, given, params, original)
+            tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
+            against, is_step, dispatcher = None, False, graphs.dispatcher
+            if graphs not in plugin.step_graphs:
+                if plugin.gone and not plugin.step_models:
+                    plugin.retire()
+                against = dispatcher.eager_reason(params, tokens, entries.are_settled)
+                if against is None:  # a step of its own; in another model's what is due waits: `decide()`
+                    graphs.at_step_boundary(captures=not plugin.step_models)
+                    is_step = True
+            outer = graphs.running
+            try:
+                batch: MicroBatch | EagerReason | None
+                batch = graphs.decide(
+                    model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline
+                )
+                if isinstance(batch, EagerReason) and entries.are_settled and graphs.refusal is None:
+                    dispatcher.require_rows(tokens, batch)
+                if isinstance(batch, EagerReason) and entries.are_settled and batch not in graphs.learns_from:
+                    # Whatever its block is given: no graph has a use for it.
+                    dispatcher.count_eager(batch)
+                    batch = None
+                    if outer is None and not is_step:
+                        return run(model, *args, **kwargs)
+                reached = entries.block.reached
+                graphs.running = batch  # as `stand_in()`, without its calls
+                out = run(model, *args, **kwargs)
+                if batch is not None and entries.block.reached == reached:
+                    graphs.count_as_given(entries.block_missed(batch))
+                is_whole = graphs.tensor.shards_sequence and get("output_processor") is None
+                if is_whole and isinstance(batch, MicroBatch) and batch.entry_padding:
+                    out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
+            except BaseException:
+                if is_step:
+                    graphs.break_step()
+                raise
+            finally:
+                graphs.running = outer
             if is_step:
-                graphs.break_step()
-            raise
-        finally:
-            graphs.running = outer
-        if is_step:
-            graphs.after_step()
-        return out
+                graphs.after_step()
+            return out
 
     return forward
 
