@@ -10,23 +10,12 @@ from unittest import mock
 
 import megatron_rig as rig
 import moe_rig
+import overlap_rig as overlap
 import parallel_jobs
 import pytest
 from megatron_rig import Micro
 from notes import told
-from overlap_rig import (
-    CALLS,
-    COUNTS,
-    FIRST,
-    check_calls,
-    compare,
-    in_nodes,
-    linears_of,
-    raising,
-    steps_of,
-    train,
-    train_eager,
-)
+from overlap_rig import CALLS, COUNTS, FIRST, compare, steps_of, train, train_eager
 from same_bits import assert_same_bits
 from test_overlap_alone import engines
 
@@ -51,7 +40,7 @@ def test_weights_whose_gradients_come_later_have_the_bits_of_others(
     for mode in ("eager", "graph"):
         later = train(steps, mode, delays=delays, engine=engine, ddp=ddp)
         assert_same_bits(at_once, later, mode)
-        check_calls(later.report, mode, sum(map(len, steps)))
+        overlap.check_calls(later.report, mode, sum(map(len, steps)))
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("moe_router",), ("attn", "moe_router")], ids="+".join)
@@ -91,7 +80,7 @@ def test_a_step_that_raises_before_all_is_finished_leaves_the_next_one_right(num
 
     @contextlib.contextmanager
     def breaking(_trainer: Any) -> Iterator[None]:
-        lost = in_nodes(raising(f"{FIRST} backward", number), behind=True)
+        lost = overlap.in_nodes(overlap.raising(f"{FIRST} backward", number), behind=True)
         with pytest.raises(OSError, match="lost"), lost:
             yield
         rig.metrics()
@@ -118,7 +107,7 @@ def test_a_layer_whose_gradients_are_left_out_fails_the_step(layer: int, since: 
 
 def test_a_hook_of_somebody_elses_on_what_comes_late_keeps_its_layer_eager() -> None:
     def hooked(trainer: Any) -> None:
-        (first, *_) = linears_of(trainer.chunk)
+        (first, *_) = overlap.linears_of(trainer.chunk)
         first.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(0))
 
     calls: list[int] = []
@@ -131,13 +120,9 @@ def test_a_hook_of_somebody_elses_on_what_comes_late_keeps_its_layer_eager() -> 
 
 
 def test_cores_linear_layers_leave_nothing_and_a_sentence_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    steps = steps_of(4)
-    config = {"ddp": {"delay_wgrad_compute": True}, "prepare": delay_option}
-    graphed = train(steps, "graph", delays="unfused at once", **config)
+    steps, ddp = steps_of(4), {"delay_wgrad_compute": True}
+    prepare = lambda chunk: setattr(chunk.config, "delay_wgrad_compute", True)  # noqa: E731
+    graphed = train(steps, "graph", delays="unfused at once", ddp=ddp, prepare=prepare)
     assert_same_bits(train(steps, "eager"), graphed)
-    check_calls(graphed.report, "graph", sum(map(len, steps)))
+    overlap.check_calls(graphed.report, "graph", sum(map(len, steps)))
     assert "delay_wgrad_compute delays nothing in graphs" in caplog.text
-
-
-def delay_option(chunk: Any) -> None:
-    chunk.config.delay_wgrad_compute = True

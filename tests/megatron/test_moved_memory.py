@@ -9,12 +9,11 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import BUDGET, Offload, log_probs, rollouts
+from host_rig import Offload
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
 
 
@@ -68,9 +67,6 @@ def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(capture
     report = captured.report()
     assert report["graphs"] == (2 + 1) * rig.LAYERS
     assert set(report["eager"]) == {"WARMING_UP"}
-
-
-STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO]]
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
@@ -213,7 +209,7 @@ def test_a_call_outside_of_any_schedule_never_replays_moved_memory(trainer: Trai
 def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None:
     """Megatron reduces a bucket when as many parameters are ready as in the first step. A graph delivers no
     gradient of such a parameter; without a word of it the reduction never begins."""
-    uses = [True]
+    uses, steps = [True], [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO]]
 
     def scaled(model: Any) -> None:
         mlp = model.decoder.layers[0].mlp
@@ -227,7 +223,7 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
 
     overlap = {"overlap_grad_reduce": True}  # as eager cannot: its own hooks would not report the parameter
     graphed, eager = (
-        rig.train(rig.graph_config(), STEPS, prepare=scaled, around=once, eager=not ddp, ddp=ddp)
+        rig.train(rig.graph_config(), steps, prepare=scaled, around=once, eager=not ddp, ddp=ddp)
         for ddp in (overlap, {})
     )
     assert_same_bits(graphed, eager)
@@ -236,47 +232,29 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
     assert graphed.report["replays"] == 2 * 2 * rig.LAYERS and graphed.report["failures"] == []
 
 
-BANK = (
-    Capacity(tokens=32, num_seqs=6, max_seqlen=32),
-    Capacity(tokens=BUDGET, num_seqs=12, max_seqlen=BUDGET),
-)
-
-PACKS = rollouts(0, mini_batches=1)[0]
-CALLS = len(PACKS) * rig.LAYERS
-
-
-_train_once = partial(rig.step, micros=PACKS, update=False)
-
-
-def _pass(trainer: Trainer) -> list[Tensor]:
-    return log_probs(trainer.model, PACKS)
-
-
-def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None:
-    """Bug: memory of freed gradients was read while a rig.forward-only pass was captured, and crashed. Their
+def test_gradients_that_are_away_cost_passes_without_gradients_nothing(captured: rig.Pair) -> None:
+    """Bug: memory of freed gradients was read while a forward-only pass was captured, and crashed. Their
     absence also counted as a moved address, so that log-probability passes lost their graphs."""
 
     def address() -> list[int]:
-        return [grad.data_ptr() for _name, grad in pair.graphed.named_main_grads()]
+        return [grad.data_ptr() for _name, grad in captured.graphed.named_main_grads()]
 
-    pair = rig.Pair(plugin={"capacities": BANK})
-    offloads = {trainer: Offload() for trainer in pair.both}
-    for work in (_train_once, _pass) * 2:
-        assert_same_bits(*pair.each(work))
-    before, addresses = pair.report(), address()
-    pair.each(lambda trainer: offloads[trainer].gradients(trainer.model))
+    offloads = [(Offload(), trainer.model) for trainer in captured.both]
+    before, addresses, calls = captured.report(), address(), 2 * rig.LAYERS
+    for offload, model in offloads:
+        offload.gradients(model)
     for _ in range(2):
-        assert_same_bits(*pair.each(_pass))
-    after = pair.report()
-    pair.each(lambda trainer: offloads[trainer].gradients_back(trainer.model))
+        captured.evaluate(rig.TWO, rig.ONE)
+    after = captured.report()
+    for offload, model in offloads:
+        offload.gradients_back(model)
     has_moved = address() != addresses
-    for _ in range(2):
-        assert_same_bits(*pair.each(_train_once))
-    back = pair.report()
-    assert after["replays"] - before["replays"] == 2 * CALLS
+    captured.step(rig.ONE, rig.TWO, times=2, update=False)
+    back = captured.report()
+    assert after["replays"] - before["replays"] == 2 * calls
     assert after["eager"] == before["eager"] and after["graphs"] == before["graphs"]
-    assert back["eager"].get("ADDRESS_MOVED", 0) == CALLS * has_moved
-    assert back["replays"] - after["replays"] == 2 * CALLS - CALLS * has_moved
+    assert back["eager"].get("ADDRESS_MOVED", 0) == calls * has_moved
+    assert back["replays"] - after["replays"] == 2 * calls - calls * has_moved
 
 
 @pytest.mark.parametrize("before", [1, 2])
