@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -224,17 +223,13 @@ def test_ranks_capture_what_others_have_met_before_they_run_any_themselves() -> 
     assert (report["replays"] == 0) == is_sharing
 
 
-def due_on_all(peers: Peers) -> Callable[..., set[VariantKey]]:
-    """Tells of some kinds, due on this rank, which ones all ranks capture."""
-    return Changes(mock.Mock(), peers, mock.Mock(), 1)._due_on_all
-
-
 @on_ranks(2)
 def test_what_is_due_on_one_rank_waits_for_the_others() -> None:
     """One that waits long says so once. One without main gradients keeps back what records them alone."""
     rank, peers = distributed.get_rank(), Peers(context_jobs.new_trainer().chunk, (1, 2))
+    due_on_all = lambda: Changes(mock.Mock(), peers, mock.Mock(), 1)._due_on_all  # noqa: E731
     for due in ({KIND}, set()):
-        of_all = due_on_all(peers)
+        of_all = due_on_all()
         with hearing(logging.WARNING) as said:
             for _ in range(50):
                 assert not of_all(due, can_capture=rank == 0, has_gradients=True)
@@ -242,7 +237,7 @@ def test_what_is_due_on_one_rank_waits_for_the_others() -> None:
         waits = "a capture has waited for 20 steps: rank 1 of those that may share packs"
         assert all(waits in sentence for sentence in said)
     due = {KIND, KIND.replace(grad=False)}
-    found = due_on_all(peers)(due, can_capture=True, has_gradients=rank == 0)
+    found = due_on_all()(due, can_capture=True, has_gradients=rank == 0)
     assert sorted((kind.grad, kind.cp_size) for kind in found) == [(False, 1), (False, 2)]
 
 
@@ -298,20 +293,26 @@ def test_ranks_that_destroy_a_group_alone_keep_nobody_waiting() -> None:
 
 
 @on_ranks(2)
-def test_owners_of_ranks_that_are_no_objects_of_megatrons() -> None:
-    """Bug: a module of a host's whose `config` is a dictionary was an error."""
+def test_modules_that_look_for_their_ranks_see_those_of_a_pack() -> None:
+    """One that is replaced between steps as well; what would not see them is an error. Bug: a module of a
+    host's whose `config` is a dictionary was one, too."""
     trainer = context_jobs.new_trainer()
     table, spaced = nn.Identity(), nn.Identity()
     table.config = {"context_parallel_size": 1}
     spaced.config = SimpleNamespace(context_parallel_size=1)
     trainer.chunk.adapters = nn.ModuleList([table, spaced])
-    micros, seen = context_jobs.warmed(trainer), []
-    trainer.chunk.output_layer.register_forward_hook(
-        lambda *_: seen.append(spaced.config.context_parallel_size)
-    )
+    micros, seen, group = context_jobs.warmed(trainer), [], megagraph.context_groups((1, 2)).of_size(2)
+    attention: Any = trainer.chunk.decoder.layers[0].self_attention
+    looks = lambda *_: (spaced.config.context_parallel_size, attention.core_attention.cp_group)  # noqa: E731
+    trainer.chunk.output_layer.register_forward_hook(lambda *_: seen.append(looks()))
     rig.step(trainer, micros)
     assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
-    assert seen == [2, 1] and spaced.config.context_parallel_size == 1
+    attention.core_attention = copy.deepcopy(attention.core_attention)
+    rig.step(trainer, micros)
+    assert seen == [(2, group), (1, None)] * 2 and spaced.config.context_parallel_size == 1
+    trainer.chunk.config.recompute_granularity = "selective"
+    with pytest.raises(ValueError, match="recompute_granularity='selective'"):
+        rig.step(trainer, micros)
 
 
 @pytest.mark.parametrize(
@@ -371,22 +372,6 @@ def test_the_largest_groups_come_first() -> None:
     assert used == [4, 2]
     # Prepared, warmed up and captured; verified after that, in sizes that every rank has met.
     assert captured[:9] == [4, 2, 1] * 3
-
-
-@on_ranks(2)
-def test_modules_that_change_between_steps_are_followed() -> None:
-    """One that is replaced then sees the ranks of a pack; what would not see them is an error."""
-    trainer = context_jobs.new_trainer()
-    micros, seen = context_jobs.warmed(trainer), []
-    attention: Any = trainer.chunk.decoder.layers[0].self_attention
-    attention.core_attention = copy.deepcopy(attention.core_attention)
-    looks = lambda *_: seen.append(attention.core_attention.cp_group)  # noqa: E731
-    with trainer.chunk.output_layer.register_forward_hook(looks):
-        rig.step(trainer, micros)
-    assert seen == [micros[0].group, None]
-    trainer.chunk.config.recompute_granularity = "selective"
-    with pytest.raises(ValueError, match="recompute_granularity='selective'"):
-        rig.step(trainer, micros)
 
 
 def sees(trainer: Trainer) -> dict[tuple[str, str], Any]:

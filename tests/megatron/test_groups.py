@@ -46,10 +46,6 @@ def model(**groups: Any) -> nn.Module:
     return made
 
 
-def of_each_rank() -> Any:
-    return [distributed.new_group([rank]) for rank in range(2)][distributed.get_rank()]
-
-
 def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> None:
     tensor, context, both = frozenset({0, 1}), frozenset({0, 2}), frozenset({0, 1, 2, 3})
     assert ranks_of_pack({"tp": tensor, "cp": context, "tp_cp": both}) == both
@@ -62,25 +58,18 @@ def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> Non
 
 
 @on_ranks(2, tensor_parallel=2)
-def test_a_models_own_groups_come_first_and_ranks_agree_only_on_what_all_of_them_say() -> None:
-    destroyed = distributed.new_group([0, 1])
-    distributed.destroy_process_group(destroyed)
-    alone, after_its_end, without = model(tp=of_each_rank()), model(tp=destroyed), model()
-    assert not Peers(alone).same_pack()
-    assert sorted(Peers(after_its_end).same_pack()) == sorted(Peers(without).same_pack()) == [0, 1]
-    peers, rank = Peers(without), distributed.get_rank()
-    said = "the same", f"of rank {rank}", "", "x" * rank, "the same"
-    assert [peers.agree_on(what) for what in said] == [True, False, True, False, True]
-
-
-@on_ranks(2, tensor_parallel=2)
 def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
-    """Bugs: torch names a group by its ranks and by how many groups a rank is in. A second one of the same
-    ranks could not be made when some group had been destroyed, and none where one rank was in more groups."""
+    """A model's own groups come first, and ranks agree only on what all of them say. Bugs: torch names a
+    group by its ranks and by how many groups a rank is in. A second one of the same ranks could not be made
+    when some group had been destroyed, and none where one rank was in more groups."""
     rank, without = distributed.get_rank(), model()
     if rank == 0:
         distributed.new_group([0], use_local_synchronization=True)
-    peers, alone = Peers(without), Peers(model(tp=of_each_rank()))
+    own = [distributed.new_group([each]) for each in range(2)][rank]
+    peers, alone = Peers(without), Peers(model(tp=own))
+    said = "the same", f"of rank {rank}", "", "x" * rank, "the same"
+    assert [peers.agree_on(what) for what in said] == [True, False, True, False, True]
+    assert sorted(peers.same_pack()) == [0, 1] and not alone.same_pack()
     group = parallel_state.get_tensor_model_parallel_group()
     other = distributed.new_group([0, 1])
     world = distributed.group.WORLD
@@ -90,6 +79,7 @@ def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
     assert peers.gather("ab"[:rank]) == ["", "a"]
     distributed.destroy_process_group(other)
     assert Peers(without).max_over_ranks([rank]) == [1]
+    assert sorted(Peers(model(tp=other)).same_pack()) == [0, 1]
     peers.leave(None)
     assert not peers.use(group) and peers.use(None)
     assert peers.max_over_ranks([rank]) == [1] and peers.use(group)
