@@ -139,11 +139,15 @@ def test_a_step_without_graphs_is_left_alone(install: rig.Install, how: str) -> 
 
 
 def test_a_backward_outside_of_a_schedule_is_left_alone(install: rig.Install) -> None:
+    """And who switched threads off finds them off behind a schedule."""
     trainer, seen = trained(install)
     before = rig.report_of(trainer)["replays"]
     trainer.zero_grad()
     assert seen.of(lambda: rig.forward(trainer.model, rig.ONE, trainer.device)[0].sum().backward()) == [True]
     assert rig.report_of(trainer)["replays"] == before + rig.LAYERS
+    with torch.autograd.set_multithreading_enabled(False):
+        assert seen.of(rig.step, trainer, [rig.ONE]) == [False]
+        assert not is_multithreaded()
 
 
 class _GaveUp(Exception):
@@ -168,13 +172,6 @@ def test_the_switch_is_put_back_after_an_error(install: rig.Install, where: str)
     assert is_multithreaded()
     # DDP counts gradients, and has not heard of all of them.
     assert seen.of(rig.schedule, trainer.model, [rig.ONE], 1, trainer.device) == [False]
-
-
-def test_who_switched_threads_off_finds_them_off(install: rig.Install) -> None:
-    trainer, seen = trained(install)
-    with torch.autograd.set_multithreading_enabled(False):
-        assert seen.of(rig.step, trainer, [rig.ONE]) == [False]
-        assert not is_multithreaded()
 
 
 @pytest.mark.usefixtures("recompute_on_cpu")

@@ -310,12 +310,11 @@ def _with_reference_passes(trainer: Trainer, where: str) -> rig.Step:
 
     def forward_step(data: Any, chunk: Any) -> Any:
         micro = next(data)
-        if where == "under a hook":
-            handle = _second_mlp(trainer).register_forward_hook(_tripled)
-        if where in ("before", "under a hook"):
+        if where == "before":
             refer(chunk, micro)
-        if where == "under a hook":
-            handle.remove()
+        elif where == "under a hook":
+            with _second_mlp(trainer).register_forward_hook(_tripled):
+                refer(chunk, micro)
         found = rig.forward(chunk, micro, trainer.device)
         if where == "after":
             refer(chunk, micro)
@@ -379,19 +378,14 @@ def test_nothing_is_captured_in_inference_mode_nor_replayed(contexts: Any, insta
 # -- recompute and dropout -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Notes each time that one of Megatron's checkpoints runs its part of the model again."""
-    return noting(monkeypatch, random.CheckpointFunction, "backward", wrap=staticmethod)
-
-
 @pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize(
     ("modules", "dropout"), [(("core_attn", "mlp"), 0.0), (("core_attn",), 0.2), (("mlp",), 0.2)]
 )
 def test_selective_recompute_inside_a_layer_has_eager_bits(
-    modules: tuple[str, ...], dropout: float, recomputed: list[Any]
+    modules: tuple[str, ...], dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recomputed = noting(monkeypatch, random.CheckpointFunction, "backward", wrap=staticmethod)
     # Without biases: Megatron's checkpoint of an MLP that returns one recurses without end.
     common = {"hidden_dropout": dropout, "add_bias_linear": False}
     graphed = rig.compare_runs(STEPS, config={**recompute(*modules), **common})

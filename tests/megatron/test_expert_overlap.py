@@ -177,12 +177,7 @@ def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: An
 
 def test_another_model_runs_on_a_canonical_pack_inside_of_the_step(trainer: Any) -> None:
     """Bug: what a pack's class takes was asked of the function that stood in for its constructor."""
-    other = ExpertTrainer()
-
-    def run_other() -> None:
-        with torch.no_grad():
-            rig.forward(other.model, rig.ONE, trainer.device)
-
+    run_other = partial(torch.no_grad()(rig.forward), ExpertTrainer().model, rig.ONE, trainer.device)
     with pytest.raises(InterruptedError):
         ask_for_plan(trainer, run_other)
 

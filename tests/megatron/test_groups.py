@@ -3,7 +3,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -125,9 +124,8 @@ def holds(chunk: Any, how: str, group: Any) -> None:
         averaging(mlp, group)
 
 
-def compared(make: rig.Make, change: Callable[..., None], at: int, **given: Any) -> dict[str, Any]:
-    """The report of a graphed training that equals an eager one; `change` comes before a step of both."""
-    return parallel_jobs.train_pair(make=make, num_steps=STEPS, around=rig.at(at, change), **given)
+# The report of a graphed training that equals an eager one.
+train_pair = partial(parallel_jobs.train_pair, num_steps=STEPS)
 
 
 @pytest.mark.parametrize("how", ["parameter", "collection", "whole collection", "attribute, later"])
@@ -139,8 +137,8 @@ def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(how: str) -> 
     make_groups(expert_model_parallel_size=2)
     group = ProcessGroupCollection.use_mpu_process_groups().ep
     at = COMES_AT if "later" in how else 0
-    make = partial(Trainer, rig.OPTIONS)
-    report = compared(make, lambda trainer: holds(trainer.chunk, how, group), at, own_packs=True)
+    around = rig.at(at, lambda trainer: holds(trainer.chunk, how, group))
+    report = train_pair(make=partial(Trainer, rig.OPTIONS), around=around, own_packs=True)
     if how == "whole collection":
         rig.ran(report, WARMING_UP=STEP_CALLS)
         return
@@ -171,7 +169,8 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> Non
         assert after["graphs"] == 0
 
     prepare = partial(holds, how="attribute", group=first)
-    report = compared(partial(rig.ModelTrainer, prepare=prepare, config=TENSOR_PARALLEL), replace, COMES_AT)
+    make = partial(rig.ModelTrainer, prepare=prepare, config=TENSOR_PARALLEL)
+    report = train_pair(make=make, around=rig.at(COMES_AT, replace))
     assert report["failures"] == [] and report["replays"] >= 2 * STEP_CALLS
 
 

@@ -80,7 +80,6 @@ CASES = {
     ),
     "Bridge, LoRA": Case(**BRIDGE, prepare=hosts.adapt),
     "ms-swift": Case(**SWIFT),
-    "ms-swift, logits": Case(**{**SWIFT, "call": hosts.verl_call}),
     "ms-swift, GRPO": Case(**SWIFT, phases=(BARE, TRAIN)),
     "ms-swift, DPO": Case(**DPO, reference="another model"),
     "ms-swift, DPO with its own policy": Case(**DPO, reference="the policy itself"),
