@@ -247,9 +247,7 @@ def test_losses_that_are_not_per_token_are_a_warning() -> None:
         model = context_jobs.new_trainer(calculate_per_token_loss=is_per_token).chunk
         with hearing(logging.WARNING) as said:
             Peers(model, (1, 2))
-        assert ["calculate_per_token_loss=False" in sentence for sentence in said] == [True] * (
-            not is_per_token
-        )
+        assert ["calculate_per_token_loss=False" in it for it in said] == [True] * (not is_per_token)
         megagraph.uninstall()
 
 

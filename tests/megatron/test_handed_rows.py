@@ -309,8 +309,8 @@ def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
     assert pair.report()["eager"] == {"WARMING_UP": 2 * 3 * SITES, **alone}
 
 
-# What is named beside MLPs, further options, and what keeps a router eager.
-OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str]] = {
+# What is named beside MLPs, further options, and what keeps a router eager, or None of experts over ranks.
+OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str | None]] = {
     "routers": (ROUTERS, moe_rig.BIAS, ""),
     # Bug that was: experts have the group that saves their shards over ranks, and no forward uses it.
     "whole layers": (("attn", "moe"), moe_rig.PADS, ""),
@@ -319,40 +319,32 @@ OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str]] = {
         {"moe_router_load_balancing_type": "global_aux_loss"},
         "collectives of ranks that run other packs (tp_dp_cp, 2 ranks",
     ),
+    "dropless, bias": (ROUTERS, moe_rig.BIAS, None),
+    **{case: (ROUTERS, moe_rig.CASES[case], None) for case in ("drop", "shared experts, overlapped")},
+    # Bug: experts behind a graph had a backward, for which the rank waited that ran eager.
+    "frozen below": (ROUTERS, {**moe_rig.BIAS, "prepare": parallel_jobs.freeze_below}, None),
+    # Counts are gathered over the ranks in the eager part.
+    "permuted": (
+        (*ROUTERS, "moe_preprocess"),
+        {**moe_rig.BIAS, **moe_rig.SHARED, "moe_router_load_balancing_type": "aux_loss"},
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", OWN_PACKS)
 def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
-    scopes, changes, failure = OWN_PACKS[case]
-    refused = {"SCOPE_UNSUPPORTED": 2 * parallel_jobs.PACKS} if failure else {}
-    for report in world2.run(parallel_jobs.train_experts, scopes=(*scopes, "mlp"), **changes):
-        rig.ran(report, failures=bool(failure), WARMING_UP=parallel_jobs.PACKS * 2, **refused)
-        assert failure in "".join(report["failures"])
-
-
-SPREAD: dict[str, tuple[Sequence[str], moe_rig.Config]] = {
-    "dropless, bias": (ROUTERS, moe_rig.BIAS),
-    **{case: (ROUTERS, moe_rig.CASES[case]) for case in ("drop", "shared experts, overlapped")},
-    # Bug: experts behind a graph had a backward, for which the rank waited that ran eager.
-    "frozen below": (ROUTERS, {**moe_rig.BIAS, "prepare": parallel_jobs.freeze_below}),
-    # Counts are gathered over the ranks in the eager part.
-    "permuted": (
-        (*ROUTERS, "moe_preprocess"),
-        {**moe_rig.BIAS, **moe_rig.SHARED, "moe_router_load_balancing_type": "aux_loss"},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SPREAD)
-def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
     """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
-    scopes, changes = SPREAD[case]
+    scopes, changes, failure = OWN_PACKS[case]
     if case == "permuted" and not moe_rig.can_permute(changes):
         pytest.skip("this release permutes into shapes that only the device knows")
-    reports = world2.run(parallel_jobs.train_spread, scopes=(*scopes, "mlp"), misfits_on=1, **changes)
-    for report, misfits in zip(reports, ({}, {"TOO_MANY_SEQUENCES": 2}), strict=True):
-        rig.ran(report, WARMING_UP=parallel_jobs.PACKS * 2, **misfits)
+    job = parallel_jobs.train_spread if failure is None else parallel_jobs.train_experts
+    misfits = {"misfits_on": 1} if failure is None else {}
+    eager = {"SCOPE_UNSUPPORTED": 2 * parallel_jobs.PACKS} if failure else {}
+    for report in world2.run(job, scopes=(*scopes, "mlp"), **misfits, **changes):
+        rig.ran(report, failures=bool(failure), WARMING_UP=parallel_jobs.PACKS * 2, **eager)
+        assert not failure or failure in report["failures"][0]
+        eager |= {"TOO_MANY_SEQUENCES": 2} if misfits else {}  # on rank 1
 
 
 @pytest.mark.parametrize(("mode", "expert_parallel"), [("eager", 1), ("graph", 2)])
