@@ -214,12 +214,13 @@ def test_a_rivals_error_is_the_first_of_its_chain_in_one_short_line() -> None:
     assert [row.bar for row in rows] == [3, None]
 
 
-def test_pairs_are_compared_before_their_median_is_taken() -> None:
+def test_pairs_are_compared_before_their_median_is_taken_and_other_packs_have_another_one() -> None:
     assert results.timed("f", results.differences([1.0, 5.0, 9.0], [0.0, 5.5, 5.0]), "us").value == 1.0
     figure = results.timed("f", results.ratios([2.0, 10.0, 6.0], [1.0, 10.0, 2.0]), "ratio")
     assert (figure.value, figure.p10, figure.p90) == (2.0, pytest.approx(1.2), pytest.approx(2.8))
     with pytest.raises(ValueError):
         results.ratios([1.0], [1.0, 2.0])
+    assert BENCHMARKS["step"].by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], 2) == [12.0, 32.0]
 
 
 def flat(steps: Sequence[Sequence[Pack]]) -> list[Pack]:
@@ -259,10 +260,6 @@ def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase)
     assert {pack.num_tokens for pack in flat(steps)} == {case.model.max_tokens}  # full
     batches = flat(case.batches(torch.device("cpu"), canonical=True))
     assert len({(b["tokens"].shape, b["offsets"].shape, b["longest"]) for b in batches}) == 1
-
-
-def test_steps_of_different_packs_are_not_one_median() -> None:
-    assert BENCHMARKS["step"].by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], 2) == [12.0, 32.0]
 
 
 def test_every_bank_runs_as_many_micro_batches_of_each_variant() -> None:

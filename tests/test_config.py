@@ -82,10 +82,13 @@ def test_other_tables_and_other_variables_are_left_alone(tmp_path: Path) -> None
     assert GraphConfig.from_env(ours | {"MODE": "off", "XMEGAGRAPH_MODE": "off"}) == GraphConfig()
 
 
-def test_switches_understand_the_usual_words() -> None:
+def test_switches_understand_the_usual_words_and_an_empty_variable_is_an_unset_one() -> None:
+    """Compose files and schedulers set variables so: MEGAGRAPH_MODE= was an error."""
     for words, value in (("1 true YES On", True), ("0 false NO Off", False)):
         for word in words.split():
             assert GraphConfig.from_env(variables(progress=word)).progress is value
+    base = GraphConfig(mode="off", capacities="64:4", report="base.json")
+    assert GraphConfig.from_env(variables(mode="", capacities="", report=""), base) == base
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
@@ -108,12 +111,6 @@ def test_one_way_of_naming_capacities_takes_the_place_of_the_other() -> None:
         GraphConfig.from_env(variables(tail="empty-dummy"), short)
 
 
-def test_an_empty_variable_is_an_unset_one() -> None:
-    """Compose files and schedulers set variables so: MEGAGRAPH_MODE= was an error."""
-    base = GraphConfig(mode="off", capacities="64:4", report="base.json")
-    assert GraphConfig.from_env(variables(mode="", capacities="", report=""), base) == base
-
-
 def test_a_variable_names_the_file_where_nothing_else_does(tmp_path: Path) -> None:
     path = written("[megagraph]\nmode = 'off'\npoison = true", tmp_path)
     environ = variables(config=str(path), mode="eager")
@@ -123,7 +120,8 @@ def test_a_variable_names_the_file_where_nothing_else_does(tmp_path: Path) -> No
         GraphConfig.from_env(variables(config="gone"))
 
 
-def test_the_older_name_of_modules_is_taken_from_both_sources_not_beside_the_other(tmp_path: Path) -> None:
+def test_the_older_name_of_modules_is_taken_from_all_sources_not_beside_the_other(tmp_path: Path) -> None:
+    """It was a TypeError in Python: files and variables alone had it. It takes the place of a base."""
     toml = written("[megagraph]\ncuda_graph_scope = 'attn'", tmp_path)
     assert GraphConfig.from_toml(toml) == GraphConfig(cuda_graph_modules=("attn",))
     environ = variables(cuda_graph_scope="mlp")
@@ -134,10 +132,6 @@ def test_the_older_name_of_modules_is_taken_from_both_sources_not_beside_the_oth
     both = "MEGAGRAPH_CUDA_GRAPH_MODULES and MEGAGRAPH_CUDA_GRAPH_SCOPE"
     with pytest.raises(ValueError, match=f"^environment: {both}: expected one of them, got both"):
         GraphConfig.from_env(environ)
-
-
-def test_the_older_name_of_the_modules_is_taken_in_python_and_takes_the_place_of_a_base() -> None:
-    """It was a TypeError: files and variables alone had it."""
     config = GraphConfig(cuda_graph_scope="attn,mlp", mode="eager")
     assert config.cuda_graph_modules == ("attn", "mlp")
     assert dataclasses.replace(config, mode="off").cuda_graph_modules == ("attn", "mlp")
@@ -246,11 +240,13 @@ def test_a_file_without_our_table_is_refused(text: str, message: str, tmp_path: 
         GraphConfig.from_toml(written(text, tmp_path))
 
 
-def test_capacities_come_sorted_and_each_once() -> None:
+def test_a_config_is_frozen_and_its_capacities_come_sorted_and_each_once() -> None:
     config = GraphConfig(cuda_graph_max_packed_seqs=(32, 8, 32), max_seqlen_per_dp_cp_rank=512)
     expected = tuple(Capacity(tokens=512, num_seqs=n, max_seqlen=512) for n in (8, 32))
     assert config.all_capacities() == expected
     assert GraphConfig(capacities=expected[::-1]).all_capacities() == expected
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mode = "off"
 
 
 def test_documents_as_long_as_a_ranks_tokens_may_be_as_long_as_the_pack_that_ranks_share() -> None:
@@ -264,11 +260,6 @@ def test_documents_as_long_as_a_ranks_tokens_may_be_as_long_as_the_pack_that_ran
     capped = dataclasses.replace(config, max_seqlen=100)
     assert capped.all_capacities(4) == (Capacity(tokens=512, num_seqs=16, max_seqlen=100),)
     assert GraphConfig().all_capacities() == ()
-
-
-def test_a_config_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        GraphConfig().mode = "off"
 
 
 MODULES = "cuda_graph_modules"

@@ -93,14 +93,6 @@ def test_long_pages_are_read_to_their_end(page: str, most: int) -> None:
     assert len(read(ROOT / "docs" / page)) <= most
 
 
-@pytest.mark.parametrize("path", DOCS, ids=named)
-def test_tables_are_of_words_and_not_of_paragraphs(path: Path) -> None:
-    lines = [line for line in prose(path).splitlines() if line.startswith("|")]
-    assert max(map(len, lines), default=0) <= 200
-    cells = (cell.strip() for line in prose(path).splitlines() if "|" in line for cell in line.split("|"))
-    assert max(map(len, cells), default=0) <= 120
-
-
 def clauses(path: Path) -> list[str]:
     """What ends with a full stop, a colon or a semicolon, or is an item or a cell; code is one word."""
     lines = re.sub(r"`[^`]*`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", prose(path))).splitlines()
@@ -118,8 +110,11 @@ def clauses(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=named)
-def test_sentences_are_read_in_one_breath_and_where_names_a_place(path: Path) -> None:
+def test_sentences_are_read_in_one_breath_where_names_a_place_and_tables_are_of_words(path: Path) -> None:
     """Sentences of 40 words, with brackets inside of brackets, were read by nobody."""
+    lines = [line for line in prose(path).splitlines() if "|" in line]
+    assert max((len(line) for line in lines if line.startswith("|")), default=0) <= 200
+    assert max((len(cell.strip()) for line in lines for cell in line.split("|")), default=0) <= 120
     assert [part for part in clauses(path) if len(part.split()) > 25] == []
     assert [part for part in clauses(path) if part.startswith("Where ")] == []
 
@@ -137,22 +132,11 @@ def test_the_page_of_scopes_says_which_are_built() -> None:
         assert state == ("built" if name in MODULES else "not built: refused by name"), name
 
 
-def test_every_benchmark_that_a_page_names_exists() -> None:
-    for path in DOCS:
-        for name in re.findall(r"python -m benchmarks (\w+)", read(path)):
-            assert (ROOT / "benchmarks" / f"bench_{name}.py").is_file(), f"{named(path)}: {name}"
-
-
 @pytest.mark.parametrize("path", DOCS, ids=named)
-def test_every_file_that_a_page_names_exists(path: Path) -> None:
-    told = PATH.findall(prose(path))
-    missing = [name for name in told if not name.startswith(WRITTEN) and not (ROOT / name).exists()]
-    assert missing == []
-
-
-@pytest.mark.parametrize("path", DOCS, ids=named)
-def test_every_link_leads_to_a_page_and_a_heading(path: Path) -> None:
-    broken = []
+def test_files_and_benchmarks_that_a_page_names_exist_and_links_lead_to_a_heading(path: Path) -> None:
+    told, run = PATH.findall(prose(path)), re.findall(r"python -m benchmarks (\w+)", read(path))
+    broken = [name for name in told if not name.startswith(WRITTEN) and not (ROOT / name).exists()]
+    broken += [name for name in run if not (ROOT / "benchmarks" / f"bench_{name}.py").is_file()]
     for link in LINK.findall(prose(path)):
         if "://" in link:
             continue

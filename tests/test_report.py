@@ -416,16 +416,12 @@ def test_each_slot_has_a_line_with_its_name_and_the_chunk_s(tmp_path: Path) -> N
     assert r"$\chunk$, slot 0" in drawn and r"$\chunk$, slot 1000000000" in drawn
 
 
-@pytest.fixture
-def bars(monkeypatch: MonkeyPatch) -> list[list[tuple[float, float]]]:
-    """What is drawn, by line and colour."""
-    drawn: list[list[tuple[float, float]]] = []
-    monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", lambda _axes, bars, *_, **__: drawn.append(bars))
-    return drawn
-
-
-def test_what_all_chunks_recorded_is_drawn(tmp_path: Path, bars: list[list[tuple[float, float]]]) -> None:
+def test_what_all_chunks_recorded_is_drawn_of_the_last_leases(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     """What was held when the report was written is held to the end; what ended at 0 is not."""
+    bars: list[list[tuple[float, float]]] = []  # by line and colour
+    monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", lambda _axes, drawn, *_, **__: bars.append(drawn))
     often = [
         *(Lease(slot=0, grad=True, begin=begin, end=begin + 2) for begin in (-9.0, -2.0, -1.0, 4.0)),
         Lease(slot=1, grad=False, begin=2.0, end=None),
@@ -435,9 +431,7 @@ def test_what_all_chunks_recorded_is_drawn(tmp_path: Path, bars: list[list[tuple
     training, forward_only = bars[::2], bars[1::2]
     assert training == [[(0.0, 1.0), (4.0, 2.0)], [], [(0.0, 10.0)], [(1.0, 9.0)]]
     assert forward_only == [[], [(2.0, 8.0)], [], []]
-
-
-def test_the_last_leases_are_drawn(tmp_path: Path, bars: list[list[tuple[float, float]]]) -> None:
+    bars.clear()
     draw_timeline(TIMES, tmp_path / "slots.png")
     # Those of 69 to 100, of which the last one has no end, and has not begun before the others' end.
     drawn = sorted(bar for some in bars for bar in some)

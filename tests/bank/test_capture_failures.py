@@ -144,15 +144,19 @@ OF_CAPTURE = ["capture of the forward", "capture of the backward"]  # phases
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    ("at_pass", "phases"), [(1, ["warm-up"] * 2), (2, OF_CAPTURE)], ids=["warm-up", "capture"]
+    ("at_pass", "phases", "num_slots"),
+    [(1, ["warm-up"] * 2, 1), (2, OF_CAPTURE, 1), (3, OF_CAPTURE, 2)],
+    ids=["warm-up", "capture", "capture for the second slot"],
 )
 def test_a_layer_that_raises_stays_eager_and_leaves_no_trace(
-    device: str, in_backward: bool, at_pass: int, phases: list[str], main_grad: bool
+    device: str, in_backward: bool, at_pass: int, phases: list[str], num_slots: int, main_grad: bool
 ) -> None:
+    """In all slots, also if it has a graph for the first one."""
     troubled = Troubled(raises, in_backward=in_backward, at_pass=at_pass)
     where = f"{__file__}:{raises.__code__.co_firstlineno + 1} in raises"
     expected = [where, "last op ", "ValueError: from the layer"]
-    check_failure(device, troubled, phases[in_backward], expected, main_grad=main_grad)
+    how = {"main_grad": main_grad, "num_slots": num_slots}
+    check_failure(device, troubled, phases[in_backward], expected, **how)
 
 
 def test_what_autograd_has_saved_goes_with_a_warm_up_that_raises(device: str) -> None:
@@ -169,11 +173,6 @@ def test_what_autograd_has_saved_goes_with_a_warm_up_that_raises(device: str) ->
     bank.capture([variant()])
     gc.collect()
     assert len(outputs) == 1 and outputs[0]() is None and bank.failures
-
-
-def test_a_layer_that_raises_for_the_second_slot_is_eager_in_both(device: str) -> None:
-    troubled = Troubled(raises, at_pass=3)  # after the warm-up and the capture for the first slot
-    check_failure(device, troubled, "capture of the forward", ["from the layer"], num_slots=2)
 
 
 @pytest.mark.gpu
@@ -353,16 +352,9 @@ def test_a_hook_is_found_and_named(register: str, of: Callable[[Any], Any], what
     assert found(modules) == {}
 
 
-def test_hooks_that_the_caller_answers_for_are_no_obstacle() -> None:
-    module = Block()
-    module.register_forward_hook(keep)
-    assert found([module], is_expected_hook=lambda hook: hook is keep) == {}
-    module.up.register_forward_hook(lambda *_: None)
-    assert found([module], is_expected_hook=lambda hook: hook is keep)[0][0] is EagerReason.FOREIGN_HOOK
-
-
-def test_the_callers_own_accumulator_hooks_are_counted_out() -> None:
-    """Bug: Python's hooks on one accumulator share one dictionary, and were counted as one."""
+def test_the_callers_own_accumulator_hooks_are_counted_out_and_missed() -> None:
+    """Bug: Python's hooks on one accumulator share one dictionary, and were counted as one. Without one eager
+    no longer adds to the main gradient, so neither may a graph."""
     modules = [Block(), Block()]
     accumulators = give_main_grads(modules)
     assert set(found(modules)) == {0, 1}
@@ -372,19 +364,21 @@ def test_the_callers_own_accumulator_hooks_are_counted_out() -> None:
         assert set(found(modules, accumulator_hooks=lambda param: 1)) == {1}
     assert found(modules, accumulator_hooks=lambda param: 1) == {}
     del accumulators
-
-
-def test_a_hook_of_the_callers_that_is_gone_is_found() -> None:
-    """Eager no longer adds to the main gradient, so neither may a graph."""
     reason, what = found([Block()], accumulator_hooks=lambda param: 1)[0]
     assert reason is EagerReason.FOREIGN_HOOK and "has lost its hook" in what
 
 
 def test_what_is_no_obstacle() -> None:
-    """Frozen parameters, which have no accumulator to look at; and one that is used twice within one site."""
+    """Frozen parameters, which have no accumulator to look at; one that is used twice within one site; and
+    hooks that the caller answers for."""
     frozen, twice = Block().requires_grad_(False), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     twice[1].weight = twice[0].weight
-    assert found([frozen, twice, nn.Tanh(), Block()]) == {}
+    module = Block()
+    assert found([frozen, twice, nn.Tanh(), module]) == {}
+    module.register_forward_hook(keep)
+    assert found([module], is_expected_hook=lambda hook: hook is keep) == {}
+    module.up.register_forward_hook(lambda *_: None)
+    assert found([module], is_expected_hook=lambda hook: hook is keep)[0][0] is EagerReason.FOREIGN_HOOK
 
 
 USED_ELSEWHERE = "parameter up.weight is used elsewhere too"

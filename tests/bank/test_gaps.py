@@ -126,18 +126,15 @@ def test_what_was_transient_is_not_there_any_more(device: str) -> None:
     assert bank.all_free()
 
 
-def test_several_outputs_need_somebody_who_takes_them(device: str) -> None:
+def test_a_site_answers_for_its_own_modules_alone_and_hands_several_outputs_to_who_takes_them(
+    device: str,
+) -> None:
     layer = Router(device)
     route, _experts, finish = steps_of(layer)
     bank = new_bank([route, finish], device)
     bank.capture([variant()])
     assert bank.eager_sites[0] is EagerReason.CAPTURE_FAILED
     assert "expected one output, as nothing takes several, got 4" in str(bank.failures[0])
-
-
-def test_a_site_answers_for_its_own_modules_alone() -> None:
-    layer = Router("cpu")
-    route, _experts, finish = steps_of(layer)
     names = {name for name, _param in route.named_parameters()}
     assert names == {f"{part}.{of}" for part in ROUTER_PARTS for of in ("weight", "bias")}
     assert {id(param) for param in finish.parameters()} == {id(param) for param in layer.after.parameters()}

@@ -283,18 +283,13 @@ def test_leases(name: str) -> None:
     play(leased(training=name in TRAINING), (TRAINING | WITHOUT_BACKWARD)[name])
 
 
-def test_a_slot_has_one_lease_at_a_time_which_starts_with_no_site_live() -> None:
+def test_a_slot_has_one_lease_at_a_time_which_starts_with_no_site_live_and_names_its_holders() -> None:
     slot = leased(training=False)
     assert not slot.lease(0, True)
     play(slot, "F3 held end free")  # and then the forward failed: there is no tensor to count
     with pytest.raises(RuntimeError):
         slot.end_micro_batch()
     assert slot.is_free and slot.lease(0, True)
-    play(slot, "F0 held")
-
-
-def test_holders_are_named_by_kind_and_site() -> None:
-    slot = leased()
     assert slot.describe_holders() == "a micro-batch that has not ended"
     play(slot, "F0 F3 +3 +3 end")
     held = "1 pending backward of site 0, 1 pending backward of site 3, 2 tensors of site 3"

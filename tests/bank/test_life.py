@@ -178,8 +178,7 @@ def test_the_grad_mode_belongs_to_the_signature(device: str) -> None:
     pair.check_state()
     del micro_batch
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 6}
-    with torch.no_grad():
-        assert pair.forward(key="eval", requires_grad=False).reason is None
+    assert _forward_only(pair) is None
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 6}
     assert pair.step() is None
 

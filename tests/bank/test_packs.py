@@ -35,17 +35,14 @@ def test_packs_of_any_length_have_the_bits_of_the_canonical_pack(device: str) ->
     assert pair.counts() == {"calls": calls, "replays": calls}
 
 
-def test_the_gradient_of_an_inner_input_has_its_rows_too(device: str) -> None:
+def test_the_bank_takes_fewer_rows_and_no_more_and_so_many_has_the_gradient(device: str) -> None:
     pair = PackPair(device).capture()
     leaf = torch.randn(6, WIDTH, device=device, requires_grad=True)
     out = pair.bank.run(leaf * 2, [offsets([2, 3], device)])
     out.sum().backward()
     assert leaf.grad is not None and leaf.grad.shape == (6, WIDTH)
     assert leaf.grad[:5].all() and not leaf.grad[5:].any()
-
-
-def test_the_bank_takes_fewer_rows_and_no_more(device: str) -> None:
-    pair = PackPair(device).capture()
+    del out
     first, second, _third = pair.bank.sites
     with pair.bank.micro_batch("train", [offsets([2], device)]):
         assert first(torch.randn(TOKENS + 1, WIDTH, device=device)) is NotImplemented
