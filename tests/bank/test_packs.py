@@ -229,7 +229,9 @@ def test_buffers_views_constants_and_what_comes_of_constants_are_no_error(device
         assert_same_bits(bank.run(x, [offsets([5, 2], device)])[:7].clone(), x * table, "output")
 
 
-def test_constants_live_as_long_as_the_graphs_that_read_them(device: str) -> None:
+def test_constants_live_as_long_as_the_graphs_that_read_them_and_no_pack_as_long_as_the_bank(
+    device: str,
+) -> None:
     """Nobody held one that `arguments` had made: a replay read freed memory."""
     made: list[weakref.ref[Tensor]] = []
 
@@ -245,11 +247,15 @@ def test_constants_live_as_long_as_the_graphs_that_read_them(device: str) -> Non
     strangers = [torch.full((WIDTH,), torch.nan, device=device) for _ in range(50)]
     x = torch.randn(7, WIDTH, device=device)
     with torch.no_grad():
-        assert_same_bits(bank.run(x, [offsets([7], device)])[:7].clone(), x * 3, "output")
-    del strangers, alive
+        sources = [offsets([7], device)]
+        source = weakref.ref(sources[0])
+        assert_same_bits(bank.run(x, sources)[:7].clone(), x * 3, "output")
+    del strangers, alive, sources
+    gc.collect()
+    assert source() is None
     bank.release()
     gc.collect()
-    assert all(ref() is None for ref in made)
+    assert all(ref() is None for ref in made) and not bank.captured
 
 
 @pytest.mark.parametrize("eager_sites", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
@@ -290,19 +296,6 @@ def test_an_input_that_no_graph_takes_has_its_variants_arguments_and_rows(device
     assert bank.counters()["SIGNATURE_CHANGED"] == 1 and bank.counters()["replays"] == 3
     assert_same_bits(*outs)
     assert_same_bits(outs[0], (canonical(x, 4 if has_end else 6) * 3 + 1) * 3 + 1, "output")
-
-
-def test_a_variant_in_flight_is_not_held_by_the_bank(device: str) -> None:
-    bank = captured(device, lambda _given: {})
-    sources = [offsets([7], device)]
-    source = weakref.ref(sources[0])
-    with torch.no_grad(), bank.micro_batch("train", sources):
-        pass
-    del sources
-    gc.collect()
-    assert source() is None
-    bank.release()
-    assert not bank.captured
 
 
 # -- attention captured for many documents is launched for those that a pack has ---------------------

@@ -202,6 +202,7 @@ SETTINGS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, name: str) -> None:
+    """A default device is none, nor a mode that changes anything."""
     if name == "preferred BLAS library" and not torch.backends.cuda.is_built():
         pytest.skip("torch without CUDA has one")
     pair = Pair(device, blocks())
@@ -213,7 +214,8 @@ def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, nam
             changed = pair.bank.changed_setting(index)
             assert changed == name or (name == "plain attention" and "attention" in changed)
             assert pair.forward(hidden).reason is EagerReason.NUMERICS_CHANGED
-        assert pair.step() is None
+        with torch.device(device):
+            assert pair.step() is None
         assert pair.eager_calls() == {"NUMERICS_CHANGED": 3}
 
 
@@ -327,11 +329,6 @@ def test_what_is_around_a_micro_batch(around: Around, why: str, are_alike: bool)
     assert ranks.asked == [(0, -1, why)] and pair.bank.slot_index == -1
     assert pair.eager_calls() == ({reason.name: 3} if are_alike else {})
     assert pair.forward().reason is None
-
-
-def test_a_default_device_is_no_mode_that_changes_anything(pair: Pair) -> None:
-    with torch.device(pair.device):
-        assert pair.forward().reason is None
 
 
 class Casts(nn.Module):

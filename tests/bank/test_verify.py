@@ -252,21 +252,15 @@ def test_a_call_that_fails_on_one_rank_is_given_up_on_all(training: bool, error:
     assert_right(verify(bank, "it", example("cpu")))
 
 
-def test_what_one_rank_cannot_run_no_rank_compares() -> None:
-    """Or it would wait in its module's collective for the others."""
-    elsewhere, layers = iter([0][:0]), blocks(3)
+def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
+    """Bug: a gradient beside `main_grad` kept that rank from it, and others waited in their first graph. They
+    would in a module's collective, too, if they compared a site that one rank cannot run."""
+    elsewhere, runs = iter([0][:0]), list[None]()
+    layers = [Block(), Applies(lambda hidden: runs.append(None) or hidden * 2), Block()]
     bank = captured(layers, "cpu", **together(lambda said: next(elsewhere, said)))
     elsewhere = iter([0, 0, 1])  # the second site
     found = verify(bank, "it", example("cpu"))
-    assert found.not_run == {1: "on another rank"}
-    assert found.differences == [] and bank.all_free()
-
-
-def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
-    """Bug: a gradient beside `main_grad` kept that rank from it, and others waited in their first graph."""
-    elsewhere, runs = iter([0][:0]), list[None]()
-    layers = [Applies(lambda hidden: runs.append(None) or hidden * 2)]
-    bank = captured(layers, "cpu", **together(lambda said: next(elsewhere, said)))
+    assert found.not_run == {1: "on another rank"} and found.differences == [] and bank.all_free()
     elsewhere = iter([1])
     runs.clear()
     with pytest.raises(RuntimeError, match=r"^variant it runs eager \(on another rank\) and cannot be"):

@@ -231,17 +231,15 @@ def test_people_read_the_table_to_paste_and_the_verdict_last(
 
 
 @pytest.mark.megatron
-def test_scripts_without_a_model_or_with_a_refused_one_are_advised_to_leave_it_off(files: Files) -> None:
+def test_scripts_that_end_get_what_is_known_and_without_a_model_or_with_a_refused_one_to_leave_it_off(
+    files: Files,
+) -> None:
     document = run(files, 3, "pass")
     assert document["pays"] is False and document["choices"] == []
     assert document["verdict"].startswith("leave it off: nothing replayed: no GPTModel or HybridModel")
     refused = ENDLESS.replace("Trainer(shape)", "Trainer(shape, config={'qk_clip': True})")
     document = run(files, 3, refused)
     assert document["pays"] is False and "SCOPE_UNSUPPORTED" in document["verdict"]
-
-
-@pytest.mark.megatron
-def test_a_script_that_ends_by_itself_gets_what_is_known_by_then(files: Files) -> None:
     document = run(files, 0, ENDLESS, steps="5")
     assert document["pays"] is None and document["times"] is None
     assert sum(it["count"] for it in document["packs"]) == 4

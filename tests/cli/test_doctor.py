@@ -18,7 +18,9 @@ AS_JSON = "doctor", "--json"
 
 
 @pytest.mark.megatron
-def test_an_installation_that_fits_is_told_with_its_versions(capsys: Any, monkeypatch: Any) -> None:
+def test_an_installation_is_told_with_its_versions_and_the_exit_code_says_whether_it_fits(
+    capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
     assert main([*AS_JSON]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -30,10 +32,6 @@ def test_an_installation_that_fits_is_told_with_its_versions(capsys: Any, monkey
     assert "MEGAGRAPH_MODE=eager" in found["variables"].splitlines() and found["options"] == "mode = eager"
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "megagraph: all fits"
-
-
-@pytest.mark.megatron
-def test_what_does_not_fit_is_told_and_the_exit_code_says_so(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(seams.BLOCK_FORWARD.owner(), "forward", lambda self, hidden_states: None)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out.splitlines()[-1]

@@ -58,19 +58,16 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_a_sample_depends_on_its_number_alone(packs: list[Any]) -> None:
-    far = 3 * len(packs)
+def test_a_sample_depends_on_its_number_alone_and_an_epoch_has_every_pack_once_in_an_order_of_its_own(
+    packs: list[Any],
+) -> None:
+    count, far = len(packs), 3 * len(packs)
     one = PackedDocuments(packs, far, seed=5)
     in_order = [one[number] for number in range(far)]
     other = PackedDocuments(packs, 2 * far, seed=5)  # a run that goes on for longer
     for number in reversed(range(far)):
         assert same(in_order[number], other[number])
-
-
-def test_an_epoch_has_every_pack_once_in_an_order_of_its_own(packs: list[Any]) -> None:
-    count = len(packs)
-    dataset = PackedDocuments(packs, 2 * count, seed=5)
-    epochs = [[dataset[start + place]["tokens"].tolist() for place in range(count)] for start in (0, count)]
+    epochs = [[it["tokens"].tolist() for it in in_order[start : start + count]] for start in (0, count)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(pack.tokens.tolist() for pack in packs)
     assert epochs[0] != epochs[1]
 
@@ -109,7 +106,9 @@ def test_a_batch_is_the_pack_of_its_sample(packs: list[Any]) -> None:
     assert len(counts) > 2, "packs of one size show nothing"
 
 
-def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(packs: list[Any]) -> None:
+def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(
+    packs: list[Any], documents: Path
+) -> None:
     """For which there is room, or it is refused."""
     for sample in map(pack_sample, packs):
         rows, given = sample["tokens"].numel(), sample["cu_seqlens"]
@@ -131,11 +130,8 @@ def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(packs: list[
     short = next(pack for pack in packs if pack.num_tokens < TOKENS)
     with pytest.raises(ValueError, match=f"fewer than {short.num_seqs} documents"):
         canonical_sample(pack_sample(short), TOKENS, short.num_seqs)
-
-
-def test_packs_leave_room_for_the_padding(documents: Path) -> None:
-    packs = packed_documents.read_packs(documents, TOKENS, 2)
-    dataset = PackedDocuments(packs, None, seed=5, canonical=(TOKENS, 3))
+    roomy = packed_documents.read_packs(documents, TOKENS, 2)
+    dataset = PackedDocuments(roomy, None, seed=5, canonical=(TOKENS, 3))
     samples = [dataset[number] for number in range(len(dataset))]
     assert {sample["cu_seqlens"].numel() for sample in samples if sample["max_seqlen"] < TOKENS} == {4}
 

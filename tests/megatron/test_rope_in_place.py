@@ -94,9 +94,9 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     return t, torch.randn(TOKENS, 1, 1, WIDTH, generator=generator), canonical(*ENDS)
 
 
-def test_a_pack_as_it_was_given_is_megatrons_own_business() -> None:
+def test_a_pack_as_it_was_given_and_a_call_that_asks_for_more_are_megatrons_own_business() -> None:
     megatrons, alone = Megatrons(), group(1)
-    t, freqs, _ = operands()
+    t, freqs, cu_seqlens = operands()
     given = torch.tensor(ENDS, dtype=torch.int32)
     assert (
         wrap_rope(megatrons.packed)(t, given, freqs, mscale=SCALE, cp_group=alone)[ENDS[-1] :].isnan().all()
@@ -110,11 +110,7 @@ def test_a_pack_as_it_was_given_is_megatrons_own_business() -> None:
         {"cu_seqlens": given, "cp_group": None},
         {"cu_seqlens": None, "cp_group": None},
     ]
-
-
-def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
-    megatrons, alone = Megatrons(), group(1)
-    t, freqs, cu_seqlens = operands()
+    megatrons.calls.clear()
     rope = wrap_rope(megatrons.packed)
     rope(t, cu_seqlens, freqs, False, True, SCALE, alone, more=True)
     assert [(call["mla_rotary_interleaved"], call["more"]) for call in megatrons.calls] == [(True, True)]

@@ -285,7 +285,14 @@ def test_rule_13_leaves_experts_eager_alone_if_nothing_is_named(case: str, insta
     assert report["eager"] == {"WARMING_UP": 2} and report["replays"] == 2 * 2
 
 
-def test_rule_13_is_not_asked_of_layers_without_experts_that_wait(models: dict[str, Any]) -> None:
+def test_rules_10_and_13_ask_the_layers_too(models: dict[str, Any]) -> None:
+    """A config may say that all layers have experts while a spec, or a hybrid's pattern, says otherwise."""
+    for kinds, is_broken in (("E-", False), ("EE", True)):
+        model = models[kinds]
+        assert model.config.moe_layer_freq == 1
+        assert (refusal_of(model, None, ("attn", "mlp")) is not None) == is_broken
+    of_stage = transformer_config(OPTIONS, **moe_rig.BASE, moe_layer_freq=[0, 1])
+    assert broken_rule(of_stage, ("attn", "mlp"), models["EE"].decoder.layers) is None
     for config, kinds in ((moe_rig.BASE, "--"), (FULL_RECOMPUTE, "E-")):
         given = transformer_config(OPTIONS, **{**moe_rig.BASE, **config})
         assert legal_scopes(given, models[kinds].decoder.layers) == ()
@@ -325,16 +332,6 @@ def test_rule_m3_refuses_gradients_of_experts_that_are_made_apart(models: dict[s
     assert sentence.endswith("leave one of them out (M3)")
     assert broken_rule(config, ("attn", "moe_router"), layers) is None
     assert broken_rule(config, (), layers) is None  # no layer with experts is graphed whole
-
-
-def test_rule_10_asks_the_layers_too(models: dict[str, Any]) -> None:
-    """A config may say that all layers have experts while a spec, or a hybrid's pattern, says otherwise."""
-    for kinds, is_broken in (("E-", False), ("EE", True)):
-        model = models[kinds]
-        assert model.config.moe_layer_freq == 1
-        assert (refusal_of(model, None, ("attn", "mlp")) is not None) == is_broken
-    stage = transformer_config(OPTIONS, **moe_rig.BASE, moe_layer_freq=[0, 1])
-    assert broken_rule(stage, ("attn", "mlp"), models["EE"].decoder.layers) is None
 
 
 # -- docs/scopes.md ------------------------------------------------------------------------------

@@ -384,16 +384,10 @@ def described(**changes: Any) -> Any:
     return rig.packed(ends, ends.clone(), **{"qkv_format": "sbhd", "local_cp_size": 1, **changes})
 
 
-@pytest.mark.parametrize("change", [{"qkv_format": "thd"}, {"local_cp_size": None}])
-def test_packs_and_what_names_no_ranks_stay(change: dict[str, Any]) -> None:
-    given = described(**change)
-    assert as_pack(given, torch.zeros(1, 24), None) is given
-    assert as_pack(None, torch.zeros(1, 24), None) is None
-
-
-@pytest.mark.parametrize(
-    "change, batch", [({}, 2), ({"cu_seqlens_q": None}, 1), ({"cu_seqlens_q": torch.tensor([0, 8, 24])}, 1)]
-)
-def test_several_documents_are_an_error(change: dict[str, Any], batch: int) -> None:
-    with pytest.raises(ValueError, match="expected a pack"):
-        as_pack(described(**change), torch.zeros(batch, 24), None)
+def test_packs_and_what_names_no_ranks_stay_and_several_documents_are_an_error() -> None:
+    for given in (described(qkv_format="thd"), described(local_cp_size=None), None):
+        assert as_pack(given, torch.zeros(1, 24), None) is given
+    of_two = described(cu_seqlens_q=torch.tensor([0, 8, 24]))
+    for given, batch in ((described(), 2), (described(cu_seqlens_q=None), 1), (of_two, 1)):
+        with pytest.raises(ValueError, match="expected a pack"):
+            as_pack(given, torch.zeros(batch, 24), None)

@@ -271,24 +271,14 @@ def test_watch_says_what_it_expects() -> None:
 OF_LOSSES = ("moe_grad_scale_func", "mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func")
 
 
-@pytest.mark.parametrize("name", OF_LOSSES)
-def test_a_scale_of_further_losses_that_is_a_new_function_in_each_step_keeps_nothing_eager(
-    name: str, pair: rig.Pair
-) -> None:
-    """Schedules alone ask for it."""
-    for _ in range(4):
-        for trainer in pair.both:
-            setattr(trainer.chunk.config, name, lambda *_given: torch.ones(1))
-        pair.step(rig.ONE)
-    pair.ran(WARMING_UP=rig.LAYERS)
-
-
-def test_what_is_left_out_by_name_is_reported(pair: rig.Pair) -> None:
+def test_scales_of_further_losses_and_what_is_left_out_by_name_keep_nothing_eager(pair: rig.Pair) -> None:
+    """Schedules alone ask for the former, new functions in each step; the latter is reported."""
     for trainer in pair.both:
         trainer.chunk.decoder.layers[0].current_microbatch = 0
-    pair.step(rig.ONE, times=2)
-    for index in range(4):
-        pair.graphed.chunk.decoder.layers[0].current_microbatch = index
+    for index in range(6):
+        for trainer, name in itertools.product(pair.both, OF_LOSSES):
+            setattr(trainer.chunk.config, name, lambda *_given: torch.ones(1))
+        pair.graphed.chunk.decoder.layers[0].current_microbatch = max(index - 2, 0)
         pair.step(rig.ONE)
     assert "current_microbatch" in pair.ran(WARMING_UP=rig.LAYERS)["unguarded"]
 

@@ -148,16 +148,13 @@ def norms(trainer: Trainer) -> dict[str, type[nn.Module]]:
     return {name.split(".")[-1]: type(module) for name, module in modules if isinstance(module, kinds)}
 
 
-def test_which_norms_of_queries_and_keys_are_ours() -> None:
+def test_which_norms_are_ours_and_that_another_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries and keys; another one as where Apex is installed."""
     attention = megagraph.get_gpt_layer_varlen_spec(qk_l2_norm=True).submodules.self_attention.submodules
     assert attention.q_layernorm is attention.k_layernorm is L2Norm
     spec = megagraph.get_gpt_layer_varlen_spec(multi_latent_attention=True, qk_layernorm=True)
     attention = spec.submodules.self_attention.submodules
     assert attention.q_layernorm is attention.kv_layernorm is Norm
-
-
-def test_another_norm_of_the_local_spec_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where Apex is installed."""
 
     class Other(nn.Module):
         pass

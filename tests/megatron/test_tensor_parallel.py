@@ -548,7 +548,8 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
 
 @on_ranks(2, tensor_parallel=2)
 def test_masks_on_two_tensor_parallel_ranks() -> None:
-    """Under sequence parallelism each rank has the mask of its rows."""
+    """Under sequence parallelism each rank has the mask of its rows. Bug: where no layer had a graph, they
+    were made as many as the whole pack's."""
     with mlps_that_read_masks() as seen:
         report = parallel_jobs.train_pair(
             steps_of=partial(parallel_jobs.small_steps, masks=True), config=SHARED_ROWS
@@ -556,11 +557,7 @@ def test_masks_on_two_tensor_parallel_ranks() -> None:
     assert len({mask.size(1) for mask in seen}) == 1  # rows of the capacity, or this rank's share of them
     assert report["eager"] == {"WARMING_UP": parallel_jobs.PACKS * rig.LAYERS} and report["failures"] == []
     assert report["verification"]["unverified"] == 0
-
-
-@on_ranks(2, tensor_parallel=2)
-def test_what_stays_eager_under_sequence_parallelism_keeps_its_rows() -> None:
-    """Bug: where no layer had a graph, a rank's rows were made as many as the whole pack's."""
+    megagraph.uninstall()
     micros = rig.Micro(lengths=(40, 24), mask_seed=1), rig.Micro(lengths=(20, 10), mask_seed=2)
     with mlps_that_read_masks():
         parallel_jobs.cannot_capture(micros, SHARED_ROWS)
