@@ -77,9 +77,11 @@ def test_the_page_of_the_api_names_what_is_public() -> None:
     assert [name for name in megagraph.__all__ if name != "__version__" and name not in page] == []
 
 
-def test_the_site_has_every_page() -> None:
+def test_the_site_has_every_page_and_the_readme_leads_to_it() -> None:
     pages = re.findall(r": ([\w-]+\.md)$", read(ROOT / ".ci" / "mkdocs.yml"), re.MULTILINE)
     assert sorted(pages) == sorted([*(p.name for p in DOCS[1:]), "index.md", "changelog.md"])
+    linked = {link.partition("#")[0] for link in LINK.findall(prose(ROOT / "README.md"))}
+    assert {named(path) for path in DOCS if path.parent.name == "docs"} <= linked
 
 
 SCOPES = ROOT / "docs" / "scopes.md"
@@ -145,11 +147,6 @@ def test_files_and_benchmarks_that_a_page_names_exist_and_links_lead_to_a_headin
         if not page.is_file() or (anchor and anchor not in anchors(page)):
             broken.append(link)
     assert broken == []
-
-
-def test_every_page_is_linked_from_the_readme() -> None:
-    linked = {link.partition("#")[0] for link in LINK.findall(prose(ROOT / "README.md"))}
-    assert {named(path) for path in DOCS if path.parent.name == "docs"} <= linked
 
 
 def figures_of(name: str) -> dict[tuple[str, str | None], dict[str, Any]]:

@@ -283,7 +283,7 @@ def test_what_cannot_be_finished_any_more(device: str) -> None:
     check("released before the backward of site 0 was finished")
 
 
-def test_a_product_that_fails(device: str) -> None:
+def test_a_product_that_fails_or_has_no_main_grad(device: str) -> None:
     """In the capture its site stays eager, and nothing is left of it. On the host a replay can fail, too."""
     pair = DelayedPair(device, [DelayedBlock(), DelayedBlock()])
     if device == "cpu":
@@ -299,9 +299,6 @@ def test_a_product_that_fails(device: str) -> None:
     assert "RuntimeError: no product today" in pair.failure(1, EagerReason.CAPTURE_FAILED)
     assert not any(linear.wgrad_store.context.qsize() for linear in pair.linears(pair.layers))
     assert all(param.grad is None for param in pair.params())
-
-
-def test_late_gradients_need_main_grad(device: str) -> None:
     pair = DelayedPair(device, [DelayedBlock()], main_grad=False)
     assert "expected main_grad of up.weight" in pair.failure(0, EagerReason.CAPTURE_FAILED)
 

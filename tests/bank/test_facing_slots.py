@@ -257,12 +257,6 @@ def test_variants_of_both_slots_face_each_other(device: str) -> None:
     pair.check_state()
 
 
-def test_slots_that_face_each_other_are_two(device: str) -> None:
-    layers = [Layer().to(device)]
-    with pytest.raises(ValueError, match="two slots face each other"):
-        new_bank(with_gaps(layers), device, num_slots=3, facing=[[0], [1], [1]])
-
-
 @pytest.mark.gpu
 def test_facing_slots_take_less_memory_than_others() -> None:
     layers = [Layer(256).cuda() for _ in range(4)]

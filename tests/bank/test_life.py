@@ -18,11 +18,13 @@ from megagraph.reasons import EagerReason
 Change = Callable[[Tensor], Tensor]
 
 
-def test_a_bank_needs_a_module_and_a_slot(device: str) -> None:
+def test_a_bank_needs_a_module_and_a_slot_and_slots_that_face_each_other_are_two(device: str) -> None:
     with pytest.raises(ValueError, match=r"expected at least one module, got none"):
         Bank([], device)
     with pytest.raises(ValueError, match=r"at least one slot, got 0"):
         Bank(blocks(1), device, num_slots=0)
+    with pytest.raises(ValueError, match="two slots face each other"):
+        new_bank([Block().to(device)], device, num_slots=3, facing=[[0], [1], [1]])
     part = EagerPart(name="part", module=Block(), forward=lambda _module, hidden: hidden)
     with pytest.raises(ValueError, match="expected at least one module, got 1 parts that stay eager"):
         Bank([part], device)

@@ -282,8 +282,11 @@ def test_eager_blocks_run_packs_as_they_were_given_and_graphed_ones_padded(files
 
 
 @pytest.mark.megatron
-def test_a_block_that_did_not_replay_is_left_out_with_its_pair(files: Files) -> None:
-    """The steps of the first graphed block, 7 to 10, in which the script wants none."""
+def test_a_block_that_did_not_replay_is_left_out_and_one_whose_script_raises_leaves_graphs_on(
+    files: Files,
+) -> None:
+    """The steps of the first graphed block, 7 to 10, in which the script wants none. And out of packs, in an
+    eager one, as loops of users' own often end."""
     loop, step = "        for _ in range(steps):\n", '            print("loss"'
     assert loop in ENDLESS and step in ENDLESS
     script = ENDLESS.replace(loop, f"        import megagraph\n{loop.replace('_', 'number')}")
@@ -293,11 +296,6 @@ def test_a_block_that_did_not_replay_is_left_out_with_its_pair(files: Files) -> 
     script = script.replace(step, f"{skip}    {step}").replace("import torch\n", f"import torch\n{NULL}", 1)
     found = tried(files, script, 24, GraphConfig.from_toml(files.toml()))
     assert len(found.pairs) == 2
-
-
-@pytest.mark.megatron
-def test_a_script_that_raises_in_an_eager_block_leaves_graphs_on(files: Files) -> None:
-    """Out of packs, as loops of users' own often end."""
     raising = ENDLESS.replace("itertools.cycle(documents)", "iter(documents)")
     with pytest.raises(StopIteration):
         tried(files, raising, 24, GraphConfig.from_toml(files.toml()))

@@ -124,11 +124,18 @@ def test_models_of_other_kinds(
 
 
 @pytest.mark.parametrize("kinds", ["EE", "-E"])
-def test_slots_share_what_is_dispatched_beside_layers_of_experts_alone(kinds: str) -> None:
-    """A dense layer's backward of attention, if it comes sooner, waits for nobody who reads it."""
+def test_slots_share_what_is_dispatched_beside_experts_alone_and_a_forward_of_a_hosts_is_refused(
+    kinds: str,
+) -> None:
+    """A dense layer's backward of attention, if it comes sooner, waits for nobody who reads it. A plan would
+    not run such a forward."""
     chunk = OverlapTrainer(kinds, overlaps=True).chunk
     plan = BlockPlan(chunk.decoder, ("attn", "moe_router"))
     assert plan.facing() == ([[0, 1], [2, 1]], kinds == "EE")  # the memory of one slot, and of one layer
+    for layer in chunk.decoder.layers:
+        layer.forward = partial(layer.forward)
+    plan = BlockPlan(chunk.decoder, ("attn",))
+    assert plan.why_eager is not None and "does not run its forward" in plan.why_eager[1]
 
 
 @pytest.mark.parametrize("scopes", [(), ("moe_router",)], ids=["as-chosen", "moe_router"])
@@ -212,15 +219,6 @@ def test_a_forward_ahead_of_the_backward_that_frees_its_memory_runs_eager() -> N
     # Of every second micro-batch one layer: in the others the layer before it lies there, and is through.
     assert report["eager"]["NESTING"] == sum(COUNTS[step % len(COUNTS)] // 2 for step in range(BREAKS, FEW))
     assert set(report["eager"]) == {"WARMING_UP", "NESTING"} and report["failures"] == []
-
-
-def test_a_layer_with_a_forward_of_a_hosts_is_refused() -> None:
-    """A plan would not run it."""
-    chunk = OverlapTrainer(overlaps=True).chunk
-    for layer in chunk.decoder.layers:
-        layer.forward = partial(layer.forward)
-    plan = BlockPlan(chunk.decoder, ("attn",))
-    assert plan.why_eager is not None and "does not run its forward" in plan.why_eager[1]
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["", "saved"])

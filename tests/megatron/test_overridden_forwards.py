@@ -72,7 +72,10 @@ def test_an_overridden_forward_replays_with_the_bits_of_eager(model: type, block
     assert report["replays"] >= 4 * LAYERS
 
 
-def test_what_is_entered_is_named_once_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_entered_is_named_once_and_left_alone_and_called_itself_it_runs_as_given(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such a call passes no door: right, and counted nowhere."""
     before = {cls: vars(cls)["forward"] for cls in (OwnModel, OwnBlock)}
     with caplog.at_level(logging.INFO, logger="megagraph"):
         pair = host_pair(OwnModel, OwnBlock, times=4)
@@ -83,6 +86,15 @@ def test_what_is_entered_is_named_once_and_left_alone(caplog: pytest.LogCaptureF
         "host_rig.OwnBlock.forward is entered in place of TransformerBlock.forward",
     ]
     assert {cls: vars(cls)["forward"] for cls in before} == before
+    calls = pair.report()["calls"]
+    with torch.no_grad():
+        out = [
+            forward(called, FULL, trainer.device)[0]
+            for trainer in pair.both
+            for called in (trainer.chunk, trainer.chunk.forward)
+        ]
+    assert all(torch.equal(out[0], other) for other in out)
+    assert pair.report()["calls"] == calls + LAYERS
     megagraph.uninstall()
     assert "forward" not in vars(pair.graphed.chunk.decoder.layers[0])
 
@@ -111,21 +123,6 @@ def test_a_forward_that_replaces_megatrons_on_its_class_replays(install: Install
         for name in ("forward", "run", "tables"):
             patch.setattr(GPTModel, name, vars(OwnModel)[name], raising=False)
         assert only(host_pair(times=3).report(), "WARMING_UP")
-
-
-def test_a_forward_that_is_called_in_place_of_the_model_runs_as_given() -> None:
-    """It passes no door: right, and counted nowhere."""
-    pair = host_pair(OwnModel, OwnBlock)
-    pair.step(ONE, times=4)
-    before = pair.report()
-    with torch.no_grad():
-        out = [
-            forward(called, FULL, trainer.device)[0]
-            for trainer in pair.both
-            for called in (trainer.chunk, trainer.chunk.forward)
-        ]
-    assert all(torch.equal(out[0], other) for other in out)
-    assert pair.report()["calls"] == before["calls"] + LAYERS
 
 
 @pytest.mark.parametrize("block", [None, OwnBlock])
