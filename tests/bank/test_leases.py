@@ -291,7 +291,7 @@ def test_a_slot_has_one_lease_at_a_time_which_starts_with_no_site_live_and_names
         slot.end_micro_batch()
     assert slot.is_free and slot.lease(0, True)
     assert slot.describe_holders() == "a micro-batch that has not ended"
-    play(slot, "F0 F3 +3 +3 end")
+    play(slot, "F0 held F3 +3 +3 end")
     held = "1 pending backward of site 0, 1 pending backward of site 3, 2 tensors of site 3"
     assert slot.describe_holders() == held
     play(slot, "-3 X0")
