@@ -36,7 +36,7 @@ class OwnStreams {
 
  private:
   std::mutex mutex_;
-  std::vector<cudaStream_t>& streams_ = *new std::vector<cudaStream_t>;  // never destroyed: graphs may be, later
+  std::vector<cudaStream_t>& streams_ = *new std::vector<cudaStream_t>;  // graphs may end later
 };
 
 }  // namespace megagraph
