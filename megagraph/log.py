@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["about", "let_speak", "log", "rank", "subject"]
+__all__ = ["PATIENCE", "about", "let_speak", "log", "rank", "subject"]
+
+PATIENCE = 20  # steps that somebody waits, before it is said
 
 # The model whose turn it is, for the log; `about()` sets it.
 subject: ContextVar[str] = ContextVar("megagraph_subject", default="")

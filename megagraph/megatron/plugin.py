@@ -58,7 +58,8 @@ class Plugin:
         self._of_block: dict[int, GraphedModel] = {}
         # Look graphs up by the key of a model, and of its block. No functions of ours: they run in each call.
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
-        self._is_suspended, self._one_at_a_time = False, threading.RLock()
+        self._is_suspended = False
+        self._one_at_a_time = threading.RLock()  # two threads may call a model that is new
         self.is_over = False  # released: what still calls a wrapper reaches what that wraps
         self.training_steps, self.clock = 0, StepClock()
         self.leave_report: Callable[[], None] = lambda: None  # called once an interval of the log

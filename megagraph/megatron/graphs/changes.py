@@ -25,7 +25,7 @@ import torch
 
 from megagraph import _C
 from megagraph._C import VariantKey
-from megagraph.log import log
+from megagraph.log import PATIENCE, log
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.peers import Peers
@@ -38,7 +38,6 @@ _DISAGREED, _MOVED = EagerReason.GROUP_DISAGREED, EagerReason.ADDRESS_MOVED
 _MOST_NAMED = 3  # values that have changed
 # A rank can capture, also what records gradients, and nothing is due.
 _IDLE: tuple[bool, bool, set[VariantKey]] = (True, True, set())
-_PATIENCE = 20  # steps in which another rank cannot capture until this one says so
 
 
 class Changes:
@@ -205,11 +204,11 @@ class Changes:
         waiting = [str(rank) for rank, (can, _has_gradients, _kinds) in enumerate(said) if not can]
         wanted = {kind for _can, _has_gradients, kinds in said for kind in kinds}
         self._waited = self._waited + 1 if waiting and wanted and can_capture else 0
-        if self._waited == _PATIENCE:
+        if self._waited == PATIENCE:
             log.warning(
                 "a capture has waited for %d steps: rank %s of those that may share packs cannot capture. "
                 "It has run no pack yet, or something holds its graphs, or its memory or a group is away",
-                _PATIENCE,
+                PATIENCE,
                 ", ".join(waiting),
             )
         if waiting:

@@ -21,7 +21,7 @@ from megagraph import _C
 from megagraph._C import Capacity, MicroBatch, VariantKey, capacities_for, needs_of
 from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
-from megagraph.log import log
+from megagraph.log import PATIENCE, log
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import Peers
@@ -29,9 +29,6 @@ from megagraph.megatron.parallel.peers import Peers
 __all__ = ["Dispatcher", "MicroBatch"]
 
 _MEGATRONS_WARM_UP = 3  # by default
-# Steps that this rank waits for another one until it says so, and for packs to train on, since those of
-# evaluations are smaller, until it learns from evaluations alone.
-_PATIENCE = 20
 
 
 def _warm_up_of(config: Any, ours: int | None) -> int:
@@ -139,16 +136,17 @@ class Dispatcher(_C.Dispatcher):
         """
         extra_seqs, sizes, warm = self._tail.extra_seqs, self._context.sizes, self.due.warmed_up
         self._evaluations += bool(warm)
-        is_warm = any(kind.grad for kind in warm) or self._evaluations >= _PATIENCE
+        # Packs of evaluations are smaller than those to train on, and learned from if no others come.
+        is_warm = any(kind.grad for kind in warm) or self._evaluations >= PATIENCE
         somebody_waits, tokens, *num_seqs = max_over_ranks([int(not is_warm), *self.needs()])
         if somebody_waits:
             self._waited += is_warm
-            if is_warm and self._waited == _PATIENCE:
+            if is_warm and self._waited == PATIENCE:
                 log.warning(
                     "still waits to learn capacities, %d steps after its warm-up: another rank that runs the "
                     "same packs could not read enough of its own; set cuda_graph_max_packed_seqs and "
                     "max_seqlen_per_dp_cp_rank, or see that rank's report",
-                    _PATIENCE,
+                    PATIENCE,
                 )
             return
         tokens += -tokens % self.multiple

@@ -18,14 +18,12 @@ from typing import Any
 from torch import nn
 
 from megagraph._C import MicroBatch
-from megagraph.log import log
+from megagraph.log import PATIENCE, log
 from megagraph.megatron.seams import BLOCK_FORWARD, GPT_FORWARD, called_name, hybrid_seams, made_in
 from megagraph.megatron.watch import weakly
 from megagraph.reasons import EagerReason
 
 __all__ = ["Doors", "Entries", "is_ours", "names_of"]
-
-_PATIENCE = 20  # steps without a call that shows what is awaited until that is said
 
 
 def is_ours(module: nn.Module) -> bool:
@@ -136,7 +134,7 @@ class Entries:
         self.are_settled = bool(failure) or (is_known and not self.awaited)
         if is_known and self.awaited:
             self._waited += 1
-            if self._waited == _PATIENCE:
+            if self._waited == PATIENCE:
                 log.warning(
                     "runs eager until a pack of several documents shows whether rotary frequencies have a "
                     "row for each token; if they have none: %s",

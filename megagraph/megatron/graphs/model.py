@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph._C import VariantKey
 from megagraph.config import GraphConfig
-from megagraph.log import about, log, subject
+from megagraph.log import PATIENCE, about, log, subject
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
@@ -35,7 +35,6 @@ __all__ = ["GraphedModel"]
 # Options that change nothing of what ranks do together.
 _OF_A_RANK = ("progress", "poison", "report", "log_interval", "cuda_graph_nvtx")
 _MISFITS = EagerReason.TOO_MANY_TOKENS, EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG
-_PATIENCE = 20  # steps that something keeps from a capture, until that is said
 _MOST_MISFITS = 0.05  # of the calls of an interval, before somebody is told
 # Of what runs as it was given for these, the kind is captured later.
 _CAPTURED_LATER = EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED
@@ -266,11 +265,12 @@ class GraphedModel:
         Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
         states, a rotary table and, if it is Megatron's, a padding mask.
         """
-        own_mask, staged = mask if self.entries.are_megatrons else None, self._arguments.staged
+        own_mask = mask if self.entries.are_megatrons else None
+        arguments = self._arguments
         if not self.dispatcher.take(batch, hidden_states, table, own_mask):
             return None
         if batch.key.by_token:
-            staged.set("rotary_pos_emb", table)
+            arguments.staged.set("rotary_pos_emb", table)
         variant = self.dispatcher.begin(batch)
         if variant is not None:
             if self.verifier.every:
@@ -393,7 +393,7 @@ class GraphedModel:
             under = "anomaly detection" if torch.is_anomaly_enabled() else against and against.name
             is_kept_back = under and self._due.due and not torch.is_inference_mode_enabled()
             self._kept_back = self._kept_back + 1 if is_kept_back else 0
-            if self._kept_back == _PATIENCE:
+            if self._kept_back == PATIENCE:
                 self.captures.note(f"nothing is captured: each step begins under {under}")
             has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
             can_capture = not under and has_freqs and self._row is not None and bool(dispatcher.by_cp_size)

@@ -169,7 +169,8 @@ class _Passage:
             graphs.count_as_given(batch, entered)
         elif batch is not None and (variant := graphs.begin(batch, entered, table, mask)) is not None:
             graphs.end_plan = self.end
-            constants, tables = captures.constants[variant], {name: getattr(state, name) for name in _TABLES}
+            constants = captures.constants[variant]
+            tables = {name: getattr(state, name) for name in _TABLES}
             if mask is batch.mask and constants.hold(tables):
                 self._steps = captures.steps[variant]
                 self._before_site = captures.before_sites and captures.before_sites()
