@@ -38,9 +38,9 @@ class Layer(Block):
 
 def with_gaps(layers: Sequence[nn.Module], transient: Sequence[int] = (1,)) -> list[SiteSpec | EagerPart]:
     steps: list[SiteSpec | EagerPart] = []
-    for index, layer in enumerate(layers):
-        site = SiteSpec(name=f"site {index}", module=layer, forward=Layer.front, transient=transient)
-        steps += [site, EagerPart(name=f"gap {index}", module=layer, forward=Layer.behind)]
+    for layer in layers:
+        steps.append(SiteSpec(name="site", module=layer, forward=Layer.front, transient=transient))
+        steps.append(EagerPart(name="gap", module=layer, forward=Layer.behind))
     return steps
 
 
@@ -49,14 +49,11 @@ class FacingPair(Pair):
 
     def __init__(self, device: str, num_layers: int, graphed: Sequence[int], **options: Any) -> None:
         self.num_layers, self.graphed = num_layers, list(graphed)
-        layers = [Layer() for _ in range(num_layers)]
         facing = [self.graphed, [num_layers - index for index in self.graphed]]
         options |= {"num_slots": 2, "facing": facing, "share_given_back": True, "main_grad": True}
-        super().__init__(device, layers, steps=self._steps, **options)
+        options["steps"] = lambda layers: with_gaps([layers[index] for index in self.graphed])
+        super().__init__(device, [Layer() for _ in range(num_layers)], **options)
         self.capture()
-
-    def _steps(self, layers: Sequence[nn.Module]) -> list[SiteSpec | EagerPart]:
-        return with_gaps([layers[index] for index in self.graphed])
 
 
 class Flight:
@@ -73,6 +70,14 @@ class Flight:
         self.lease = contextlib.ExitStack()
         self.reason = self.lease.enter_context(pair.bank.micro_batch("train"))
         self.slot = pair.bank.slot_index
+
+    def all_forwards(self) -> None:
+        for _layer in range(self.pair.num_layers):
+            self.forward()
+
+    def all_backwards(self) -> None:
+        while self.layers:
+            self.backward()
 
     def forward(self) -> None:
         pair, index = self.pair, len(self.layers)
@@ -120,10 +125,9 @@ def overlapped(pair: FacingPair, count: int) -> Iterator[Flight]:
                 former.backward()
                 yield flight
         former = flight
-    assert former is not None
-    for _layer in range(pair.num_layers):
-        former.backward()
-        yield former
+    while flight.layers:
+        flight.backward()
+        yield flight
 
 
 # Of how many layers which are graphed.
@@ -174,8 +178,7 @@ def test_every_other_order_runs_eager_where_it_has_to_and_there_alone(
         for flight in flying:
             while len(flight.layers) < num_layers and flight.grads is None:
                 flight.forward()
-            while flight.layers:
-                flight.backward()
+            flight.all_backwards()
         del flying, newest
         pair.check_state()
     refused = pair.eager_calls()
@@ -200,8 +203,7 @@ def test_what_passes_hand_over_is_gone_before_one_of_the_other_slot_runs(device:
     pair = FacingPair(device, 4, range(4))
     first = Flight(pair)
     first.keeps, first.keeps_copies = 3, True
-    for _layer in range(4):
-        first.forward()
+    first.all_forwards()
     second = Flight(pair)
     second.forward()
     assert pair.eager_calls() == {"NESTING": 1} and not second.replayed
@@ -224,17 +226,15 @@ def test_graphs_with_collectives_say_who_is_in_the_way(device: str) -> None:
     told = {"run_eager_alike": lambda _number, _variant, _site, why: asked.append(why)}
     pair = FacingPair(device, 2, range(2), **told)
     first = Flight(pair)
-    first.forward()
-    first.forward()
+    first.all_forwards()
     second = Flight(pair)
     second.forward()
     assert asked == []
     second.forward()
     (why,) = asked
     assert why.startswith("NESTING: slot 0: ") and "1 pending backward of site 1" in why
-    for flight in (second, first):
-        flight.backward()
-        flight.backward()
+    second.all_backwards()
+    first.all_backwards()
     pair.check_state()
 
 
@@ -243,8 +243,7 @@ def test_variants_of_both_slots_face_each_other(device: str) -> None:
     pair = FacingPair(device, 3, range(3))
     pair.capture(variant("evaluation", training=False))
     flight = Flight(pair)
-    for _layer in range(3):
-        flight.forward()
+    flight.all_forwards()
     hidden = pair.input()
     with torch.no_grad(), pair.bank.micro_batch("evaluation") as reason:
         assert reason is None
@@ -252,8 +251,7 @@ def test_variants_of_both_slots_face_each_other(device: str) -> None:
             assert (site(hidden) is NotImplemented) == (index > 0)
             hidden = layer(hidden)
     flight.check()
-    for _layer in range(3):
-        flight.backward()
+    flight.all_backwards()
     pair.check_state()
 
 

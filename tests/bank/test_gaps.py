@@ -137,6 +137,6 @@ def test_a_site_answers_for_its_own_modules_alone_and_hands_several_outputs_to_w
     assert "expected one output, as nothing takes several, got 4" in str(bank.failures[0])
     names = {name for name, _param in route.named_parameters()}
     assert names == {f"{part}.{of}" for part in ROUTER_PARTS for of in ("weight", "bias")}
-    assert {id(param) for param in finish.parameters()} == {id(param) for param in layer.after.parameters()}
-    assert any(buffer is layer.metric for buffer in route.state(layer))
-    assert not any(buffer is layer.metric for buffer in finish.state(layer))
+    assert {*map(id, finish.parameters())} == {*map(id, layer.after.parameters())}
+    has_metric = [any(buffer is layer.metric for buffer in site.state(layer)) for site in (route, finish)]
+    assert has_metric == [True, False]

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from notes import precision, told
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.backends import cudnn, mha
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -92,20 +95,15 @@ def test_a_slot_may_become_free_inside_a_mode_that_refuses_to_fill_it(device: st
 
 
 def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(pair: Pair) -> None:
-    reasons = []
+    reasons, hidden = [], pair.input()
 
-    def under_the_bank(hidden: Tensor) -> Tensor:
+    def under_the_bank(given: Tensor) -> Tensor:
         with pair.bank.micro_batch("train") as reason:
             reasons.append(reason)
-            out = pair.bank(hidden) if reason is None else run_eager(pair.layers, hidden)
-        return torch.tanh(out)
+            return run_eager(pair.layers, given)
 
-    def eager(hidden: Tensor) -> Tensor:
-        return torch.tanh(run_eager(pair.eager_layers, hidden))
-
-    hidden = pair.input()
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
-    for body, given in zip((under_the_bank, eager), inputs, strict=True):
+    for body, given in zip((under_the_bank, partial(run_eager, pair.eager_layers)), inputs, strict=True):
         checkpoint(body, given, use_reentrant=False).square().sum().backward()
     assert_same_bits(inputs[0].grad, inputs[1].grad, "gradient of the input")
     pair.check_state()
@@ -187,16 +185,13 @@ SETTINGS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "autocast": lambda device: torch.autocast(device, torch.bfloat16),
     "autocast dtype": lambda device: torch.autocast(device, torch.float16, cache_enabled=False),
     "float32 matmul precision": lambda _: precision("high"),
-    "cuDNN enabled": lambda _: _set(torch.backends.cudnn, "enabled", False),
+    "cuDNN enabled": lambda _: _set(cudnn, "enabled", False),
+    "cuDNN deterministic": lambda _: _set(cudnn, "deterministic", not cudnn.deterministic),
     "preferred BLAS library": lambda _: told(PREFER_BLAS, "cublaslt", PREFER_BLAS()),
     "plain attention": lambda _: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
     "default dtype": lambda _: told(torch.set_default_dtype, torch.float64, torch.float32),
-    "filling of uninitialized memory": lambda _: _set(
-        torch.utils.deterministic, "fill_uninitialized_memory", False
-    ),
-    "fast path of torch's transformer layers": lambda _: told(
-        torch.backends.mha.set_fastpath_enabled, False, True
-    ),
+    "filling of uninitialized memory": lambda _: _set(deterministic, "fill_uninitialized_memory", False),
+    "fast path of torch's transformer layers": lambda _: told(mha.set_fastpath_enabled, False, True),
 }
 
 
@@ -221,11 +216,8 @@ def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, nam
 
 @pytest.mark.parametrize("name", ["cuDNN deterministic", "autocast"])
 def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(pair: Pair, name: str) -> None:
-    out = pair.bank.run(pair.input().requires_grad_())
-    cudnn = torch.backends.cudnn
-    is_deterministic = _set(cudnn, "deterministic", not cudnn.deterministic)
-    other = is_deterministic if name == "cuDNN deterministic" else SETTINGS[name](pair.device)
-    with other, pytest.raises(RuntimeError, match=rf"{name}\) changed between the forward and"):
+    out, said = pair.bank.run(pair.input().requires_grad_()), rf"{name}\) changed between the forward and"
+    with SETTINGS[name](pair.device), pytest.raises(RuntimeError, match=said):
         out.sum().backward()
     del out
     assert pair.step() is None
@@ -280,22 +272,20 @@ class Alone(RuntimeError):
     """Nobody else has come to run eager."""
 
 
-class Ranks:
-    """Others, which find what this rank finds, or not."""
+def beside_others(*, are_alike: bool, **options: Any) -> tuple[Pair, list[tuple[int, int, str]]]:
+    """Of one of several ranks, which find alike what keeps them eager or not; what they were asked."""
+    asked: list[tuple[int, int, str]] = []
 
-    def __init__(self, *, are_alike: bool) -> None:
-        self.are_alike = are_alike
-        self.asked: list[tuple[int, int, str]] = []
+    def run_eager_alike(_number: int, *what: Any) -> None:
+        asked.append(what)
+        if not are_alike:
+            raise Alone
 
-    def run_eager_alike(self, _number: int, variant: int, site: int, why: str) -> None:
-        self.asked.append((variant, site, why))
-        if not self.are_alike:
-            raise Alone(why)
+    return Pair("cpu", blocks(), main_grad=True, run_eager_alike=run_eager_alike, **options).capture(), asked
 
 
-def pair_of(ranks: Ranks, **options: Any) -> Pair:
-    told = {"run_eager_alike": ranks.run_eager_alike, **options}
-    return Pair("cpu", blocks(), main_grad=True, **told).capture()
+def ends_unless(are_alike: bool) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if are_alike else pytest.raises(Alone)
 
 
 def hooks() -> AbstractContextManager[Any]:
@@ -313,20 +303,16 @@ def stray_gradient(param: Any) -> AbstractContextManager[None]:
         (lambda _param: Strict(), "SIGNATURE_CHANGED: a dispatch mode"),
         (lambda _param: Doubles(), "SIGNATURE_CHANGED: a function mode"),
         (lambda _param: hooks(), "RECOMPUTING: saved-tensor hooks"),
-        (
-            lambda _param: SETTINGS["float32 matmul precision"]("cpu"),
-            "NUMERICS_CHANGED: float32 matmul precision",
-        ),
+        (lambda _param: precision("high"), "NUMERICS_CHANGED: float32 matmul precision"),
         (stray_gradient, "PARAMETERS_CHANGED"),
     ],
 )
 def test_what_is_around_a_micro_batch(around: Around, why: str, are_alike: bool) -> None:
-    ranks = Ranks(are_alike=are_alike)
-    pair = pair_of(ranks)
+    pair, asked = beside_others(are_alike=are_alike)
     reason = EagerReason[why.partition(":")[0]]
-    with around(pair.params()[0]), contextlib.nullcontext() if are_alike else pytest.raises(Alone, match=why):
+    with around(pair.params()[0]), ends_unless(are_alike):
         assert pair.forward().reason is reason
-    assert ranks.asked == [(0, -1, why)] and pair.bank.slot_index == -1
+    assert asked == [(0, -1, why)] and pair.bank.slot_index == -1
     assert pair.eager_calls() == ({reason.name: 3} if are_alike else {})
     assert pair.forward().reason is None
 
@@ -355,20 +341,17 @@ def test_casts_that_autocast_keeps_are_none_of_a_capture(device: str, main_grad:
 @pytest.mark.parametrize("are_alike", [False, True])
 def test_a_tensor_of_another_form_that_a_site_is_given(are_alike: bool) -> None:
     """And hands on likewise."""
-    ranks = Ranks(are_alike=are_alike)
-    pair = pair_of(ranks)
-    transposed = pair.input().t().contiguous().t()
-    with contextlib.nullcontext() if are_alike else pytest.raises(Alone), pair.bank.micro_batch("train"):
-        pair.bank(transposed)
-    assert ranks.asked == [(0, site, "SIGNATURE_CHANGED") for site in range(3 if are_alike else 1)]
+    pair, asked = beside_others(are_alike=are_alike)
+    with ends_unless(are_alike):
+        pair.bank.run(pair.input().t().contiguous().t())
+    assert asked == [(0, site, "SIGNATURE_CHANGED") for site in range(3 if are_alike else 1)]
     assert pair.eager_calls() == ({"SIGNATURE_CHANGED": 3} if are_alike else {})
     assert pair.step() is None
 
 
 def test_what_all_ranks_know_is_asked_of_nobody() -> None:
     """A second micro-batch in flight, and a site without graphs, whatever that is given."""
-    ranks = Ranks(are_alike=False)
-    pair = pair_of(ranks)
+    pair, asked = beside_others(are_alike=False)
     first, second = pair.forward(), pair.forward()
     assert (first.reason, second.reason) == (None, EagerReason.NO_FREE_SLOT)
     second.backward()
@@ -376,17 +359,18 @@ def test_what_all_ranks_know_is_asked_of_nobody() -> None:
     pair.check_state()
     del first, second
     assert pair.step() is None and pair.eager_calls() == {"NO_FREE_SLOT": 3}
-    pair = pair_of(ranks, steps=lambda layers: layers[1:])
+    assert asked == []
+    pair, asked = beside_others(are_alike=False, steps=lambda layers: layers[1:])
     pair.bank.keep_eager(0, EagerReason.FOREIGN_HOOK)
     pair.capture(variant("again"))
     with pair.bank.micro_batch("again"):
         assert pair.bank.sites[0](pair.input().as_subclass(Named)) is NotImplemented
-    assert ranks.asked == []
+    assert asked == []
 
 
 def test_before_a_step_a_rank_says_what_would_keep_it_eager() -> None:
     """All of them run that step eager then, and nobody asks inside of it."""
-    pair = pair_of(Ranks(are_alike=False))
+    pair, _asked = beside_others(are_alike=False)
 
     def reasons(look_at_grads: bool = False) -> list[EagerReason | None]:
         ask = pair.bank.reason_before_step
