@@ -222,15 +222,8 @@ ERROR_UNITS = 32
 SCALING = "apply_query_key_layer_scaling"
 
 
-class Mask(enum.Enum):
-    """The names of Megatron's `AttnMaskType`."""
-
-    padding = 1
-    causal = 2
-    no_mask = 3
-    padding_causal = 4
-    arbitrary = 5
-    causal_bottom_right = 6
+# As Megatron's `AttnMaskType`.
+Mask: Any = enum.Enum("Mask", "padding causal no_mask padding_causal arbitrary causal_bottom_right")
 
 
 def options(**changes: Any) -> Any:
@@ -238,7 +231,7 @@ def options(**changes: Any) -> Any:
     return SimpleNamespace(**fields | {"window_size": None, "softmax_type": "vanilla"} | changes)
 
 
-def attention(mask: Mask = Mask.causal, **changes: Any) -> VarlenAttention:
+def attention(mask: Any = Mask.causal, **changes: Any) -> VarlenAttention:
     arguments = {"config": options(), "layer_number": 1, "attn_mask_type": mask, "attention_type": "self"}
     return VarlenAttention(**(arguments | changes))
 
@@ -262,17 +255,12 @@ NO_GROUP = "expected a pg_collection with the context-parallel group of context_
         ({"context_parallel_size": 2}, {}, NO_GROUP),
         ({SCALING: True}, {}, f"expected {SCALING} False, got True"),
         ({"window_size": (64, 0)}, {}, r"expected window_size None, got \(64, 0\)"),
-        *(
-            ({"softmax_type": it}, {}, f"expected softmax_type vanilla, got {it}")
-            for it in ("learnable", "off-by-one")
-        ),
+        ({"softmax_type": "learnable"}, {}, "expected softmax_type vanilla, got learnable"),
         ({}, {"attention_dropout": 0.5}, "expected attention_dropout 0, got 0.5"),
         ({}, {"cp_comm_type": "a2a+p2p"}, r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p"),
         ({}, {"attention_type": "cross"}, "expected self attention, got 'cross'"),
-        *(
-            ({}, {"mask": it}, f"expected a causal mask or none, got {it.name}")
-            for it in (Mask.arbitrary, Mask.causal_bottom_right)
-        ),
+        ({}, {"mask": Mask.arbitrary}, "expected a causal mask or none, got arbitrary"),
+        ({}, {"mask": Mask.causal_bottom_right}, "expected a causal mask or none, got causal_bottom_right"),
     ],
 )
 def test_what_it_lacks_is_refused(of_config: dict[str, Any], of_call: dict[str, Any], message: str) -> None:
@@ -289,7 +277,7 @@ def test_the_arguments_dropout_goes_before_the_configs() -> None:
 def test_what_a_call_may_not_ask_for_is_refused() -> None:
     """Without a causal mask, valid rows of a pack would see the padding after them."""
 
-    def refused(message: str, rows: Any, pack: Any, mask: Mask = Mask.causal, **asked: Any) -> None:
+    def refused(message: str, rows: Any, pack: Any, mask: Any = Mask.causal, **asked: Any) -> None:
         with pytest.raises(ValueError, match=message):
             attention(mask)(*inputs(*rows), None, packed_seq_params=pack, **asked)
 
@@ -327,7 +315,7 @@ def test_a_way_to_share_that_it_lacks_is_refused_when_a_pack_is_shared() -> None
 
 
 @pytest.mark.parametrize("mask", [Mask.padding, Mask.padding_causal])
-def test_a_padding_mask_outside_packs_is_refused(mask: Mask) -> None:
+def test_a_padding_mask_outside_packs_is_refused(mask: Any) -> None:
     """It was ignored: rows attended to the padding that the mask hides."""
     padding = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
     for module, mask_type in ((attention(mask), None), (attention(), mask)):
@@ -380,8 +368,8 @@ def test_an_unpacked_batch_equals_torchs_attention(
     actual = run(attention(Mask.causal if causal else Mask.no_mask, softmax_scale=scale), qkv, grad)
 
     leaves = [t.detach().double().requires_grad_() for t in qkv]
-    q_BHSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in leaves)
-    out = scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=causal, scale=scale, enable_gqa=True)
+    heads_first = (leaf.permute(1, 2, 0, 3) for leaf in leaves)
+    out = scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale, enable_gqa=True)
     out = out.permute(2, 0, 1, 3).flatten(2)
     expected = [out, *torch.autograd.grad(out, leaves, grad.double())]
     for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
@@ -417,7 +405,7 @@ def test_values_of_fewer_dimensions_have_the_bits_of_values_padded_with_zeros(pa
     arguments = {"packed_seq_params": pack_of([4, 7])} if packed else {}
     query, key, value = inputs(*rows, heads=4, groups=4, dim=12)
     few = value.detach()[..., :8].clone().requires_grad_()
-    whole = torch.nn.functional.pad(few.detach(), (0, 4)).requires_grad_()
+    whole = F.pad(few.detach(), (0, 4)).requires_grad_()
     grad = torch.randn(*rows, 4, 12)
     grad[..., 8:] = 0
     narrow = run(attention(), [query, key, few], grad[..., :8].flatten(-2), **arguments)

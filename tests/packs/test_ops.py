@@ -2,14 +2,14 @@
 """What every op over packs promises: refusals by name, a sound registration, no graph break, no waiting."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from notes import told
 from offsets import offsets
 from same_bits import assert_same_bits
 from test_rope import LAYOUTS, frequencies, tables
@@ -265,56 +265,35 @@ def test_compiles_without_a_graph_break(device: str, op: str) -> None:
             assert_same_bits(*(torch.autograd.grad(out.sum(), x) for out in outs))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, ends: Tensor) -> Tensor:
-    return rope_mla(x * 1, None, None, (cos, sin, ends))[0]
-
-
-ONCE: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "rope_thd": (
-        lambda x, *how: ops.rope_thd([x], *how)[0],
-        "megagraph::rope_thd_backward is not implemented",
-    ),
-    "rope_mla": (turned, "once_differentiable"),
-    "varlen_attention": (
-        lambda x, _cos, _sin, ends: ops.varlen_attention(x, x, x, ends, 5),
-        "megagraph::varlen_attention_backward is not implemented",
+ONCE: dict[str, Callable[..., Tensor]] = {
+    "megagraph::rope_thd_backward is not implemented": lambda x, *how: ops.rope_thd([x], *how)[0],
+    "once_differentiable": lambda x, *how: rope_mla(x * 1, None, None, how)[0],
+    "megagraph::varlen_attention_backward is not implemented": (
+        lambda x, _cos, _sin, ends: ops.varlen_attention(x, x, x, ends, 5)
     ),
 }
 
 
-@pytest.mark.parametrize(("step", "message"), ONCE.values(), ids=ONCE)
-def test_a_second_derivative_is_an_error(device: str, step: Callable[..., Tensor], message: str) -> None:
+@pytest.mark.parametrize("message", ONCE)
+def test_a_second_derivative_is_an_error(device: str, message: str) -> None:
     x = torch.randn(6, 2, 16, device=device).to(ATTENTION[device]).requires_grad_()
     how = *tables(frequencies(8, 8, "mla_interleaved", device), x.dtype), offsets([5], device)
-    (grad,) = torch.autograd.grad(step(x, *how).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(ONCE[message](x, *how).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=message):
         grad.sum().backward()
 
 
-@pytest.fixture
-def host_waits_for_nothing() -> Iterator[None]:
-    """Inside the test, a call that waits for the device is an error."""
-
-    def set_mode(mode: str) -> None:
-        with warnings.catch_warnings():  # the first call says that the mode is a prototype
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode(mode)
-
-    set_mode("error")
-    yield
-    set_mode("default")
-
-
 @pytest.mark.gpu
-def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_host_waits_for_nothing() -> None:
     few, shared, packed = (offsets(it, "cuda") for it in ([3, 0, 4], [8, 0, 16], [20, 30]))
     q, k, v = (torch.randn(64, n, 64, device="cuda").bfloat16().requires_grad_() for n in (4, 2, 2))
     grad = torch.randn_like(q)
-    request.getfixturevalue("host_waits_for_nothing")
-    CORE.pad_cu_seqlens(few, 5, 9)
-    CORE.thd_gathered_rows(shared, 32, 4)
-    CORE.thd_context_keys(shared, 32, 4, 3)
-    torch.autograd.grad(ops.varlen_attention(q, k, v, packed, 32), (q, k, v), grad)
+    with told(torch.cuda.set_sync_debug_mode, "error", "default"):
+        CORE.pad_cu_seqlens(few, 5, 9)
+        CORE.thd_gathered_rows(shared, 32, 4)
+        CORE.thd_context_keys(shared, 32, 4, 3)
+        torch.autograd.grad(ops.varlen_attention(q, k, v, packed, 32), (q, k, v), grad)
 
 
 def assert_cut(found: Tensor, given: Tensor, rows: int) -> None:

@@ -47,7 +47,6 @@ MSCALE = 1.2079
 SHAPES = [(3, 4, 8, 6), (1, 16, 16, 16), (5, 8, 2, 0), (2, 0, 16, 8), (16, 128, 64, 128), (7, 64, 32, 64)]
 SHAPES += [(3, 5, 130, 7), (2, 8, 256, 8)]  # of which a warp holds parts of a head
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LARGEST = (128, 128, 64, 128)  # of models that are trained
 Shape = tuple[int, int, int, int]
 
 
@@ -188,8 +187,8 @@ def test_one_launch_has_the_bits_of_two(device: str, shape: Shape) -> None:
     freqs = frequencies(16, shape[2], "mla_interleaved", device)
     how = (*tables(freqs, torch.bfloat16), offsets([5, 11], device))
     q, kv, k_pe = inputs(shape, 19, torch.bfloat16, device)
-    dq, dk, dv = random_grads(shape, 19, torch.bfloat16, device)
-    together = run(q, kv, k_pe, (dq, dk, dv), *how, v_dim=shape[3])
+    grads = dq, dk, dv = random_grads(shape, 19, torch.bfloat16, device)
+    together = run(q, kv, k_pe, grads, *how, v_dim=shape[3])
     leaf = q.detach().clone().requires_grad_()
     (query,) = rope_mla(leaf * 1, None, None, how)
     query.backward(dq)
@@ -211,46 +210,44 @@ def test_queries_are_written_where_they_are_and_gradients_are_not(device: str) -
     assert torch.equal(q[:5, :, :4], before[:5, :, :4]) and not torch.equal(q[1:5], before[1:5])
     grad = torch.randn_like(query)
     given_grad = grad.clone()
-    first = torch.autograd.grad(query, leaf, grad, retain_graph=True)
-    second = torch.autograd.grad(query, leaf, grad)
+    first, second = (torch.autograd.grad(query, leaf, grad, retain_graph=True) for _ in range(2))
     assert torch.equal(grad, given_grad) and torch.equal(first[0], second[0])
 
 
-@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (3, 2)])
-def test_no_rows_no_heads_no_documents(device: str, shape: tuple[int, int]) -> None:
-    rows, heads = shape
-    cos, sin = tables(frequencies(8, 8, "mla_interleaved", device), torch.float32)
+@pytest.mark.parametrize(("rows", "heads"), [(0, 2), (3, 0), (3, 2)])
+def test_no_rows_no_heads_no_documents(device: str, rows: int, heads: int) -> None:
+    how = (*small(device)[:2], offsets([], device))
     all_rows = inputs((heads, 4, 8, 4), rows, torch.float32, device)
     grads = [torch.randn(rows, heads, dim, device=device) for dim in (12, 12, 4)]
-    assert not any(out.any() for out in run(*all_rows, grads, cos, sin, offsets([], device), v_dim=4))
+    assert not any(out.any() for out in run(*all_rows, grads, *how, v_dim=4))
+    assert_same_bits(rope_thd(grads[:1], *how), [torch.zeros_like(grads[0])])
 
 
-def test_gradients_that_are_no_rows_of_memory(device: str) -> None:
+@pytest.mark.parametrize("op", ["rope_mla", "rope_thd"])
+def test_gradients_that_are_no_rows_of_memory(device: str, op: str) -> None:
     """Expanded, transposed, and of outputs that nothing was made of."""
-    how = small(device)
-    _q, kv, k_pe = (t.requires_grad_() for t in inputs((2, 4, 8, 4), 6, torch.float32, device))
-    key, _value = rope_mla(None, kv, k_pe, how, v_dim=4)
-    expanded = torch.autograd.grad(key.sum(), (kv, k_pe), retain_graph=True)
-    plain = torch.autograd.grad(key, (kv, k_pe), torch.ones_like(key), retain_graph=True)
-    assert_same_bits(expanded, plain)
-    grad = torch.randn(12, 2, 6, device=device).permute(2, 1, 0)
-    one = torch.autograd.grad(key, (kv, k_pe), grad, retain_graph=True)
-    other = torch.autograd.grad(key, (kv, k_pe), grad.contiguous())
-    assert_same_bits(one, other)
+    *leaves, how = *(torch.randn(6, n, 8, device=device, requires_grad=True) for n in (2, 1)), small(device)
+    out, _unused = rope_thd(leaves, *how) if op == "rope_thd" else rope_mla(None, *leaves, how, v_dim=4)
+    transposed = torch.randn(*reversed(out.shape), device=device).permute(2, 1, 0)
+    for grad in (torch.ones((), device=device).expand_as(out), transposed):
+        found, expected = (
+            torch.autograd.grad(out, leaves, it, retain_graph=True) for it in (grad, grad.contiguous())
+        )
+        assert_same_bits(found, expected)
+        assert op == "rope_mla" or not found[1].any()
 
 
 @pytest.mark.parametrize("name", ["q", "kv", "k_pe"])
 def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> None:
-    how = small(device)
     given = dict(zip(("q", "kv", "k_pe"), inputs((2, 4, 8, 4), 6, torch.float32, device), strict=True))
     given[name].requires_grad_()
     given |= dict.fromkeys(("kv", "k_pe") if name == "q" else ("q",))
-    before = given[name].detach().clone()
+    before, arguments = given[name].detach().clone(), (*given.values(), *small(device))
     with pytest.raises(RuntimeError, match="has no derivative"):
-        torch.ops.megagraph.rope_mla_(*given.values(), *how, v_dim=4)
+        torch.ops.megagraph.rope_mla_(*arguments, v_dim=4)
     assert torch.equal(given[name], before)
     with torch.no_grad():
-        torch.ops.megagraph.rope_mla_(*given.values(), *how, v_dim=4)
+        torch.ops.megagraph.rope_mla_(*arguments, v_dim=4)
 
 
 @pytest.mark.gpu
@@ -259,7 +256,8 @@ def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> Non
     ("shape", "dtype", "cp_size"),
     [
         *itertools.product([(16, 128, 64, 128), (1, 64, 32, 64)], DTYPES, [1, 4]),
-        *((LARGEST, torch.bfloat16, cp_size) for cp_size in (1, 4)),  # theirs take half a minute to compile
+        # Of the largest model that is trained; theirs take half a minute to compile.
+        *(((128, 128, 64, 128), torch.bfloat16, cp_size) for cp_size in (1, 4)),
     ],
     ids=str,
 )
@@ -276,8 +274,7 @@ def test_bits_of_fused_kernels(fused_kernels: Any, shape: Shape, dtype: torch.dt
             all_rows = inputs(shape, rows, dtype, "cuda")
             grads = random_grads(shape, rows, dtype, "cuda")
             q, kv, k_pe = (t.detach().clone().requires_grad_() for t in all_rows)
-            wide = [table[:, None, None] for table in (cos, sin)]
-            rank = (cu_seqlens, cp_rank, cp_size)
+            wide, rank = [table[:, None, None] for table in (cos, sin)], (cu_seqlens, cp_rank, cp_size)
             query = fused_kernels.fused_apply_mla_rope_for_q(q * 1, *wide, content, rotary, *rank)
             made = fused_kernels.fused_apply_mla_rope_for_kv(kv, k_pe, *wide, rotary, content, value, *rank)
             out = (query, *made)
@@ -304,23 +301,6 @@ def test_strided_views_turn_like_their_copies(device: str, layout: str) -> None:
         assert turned.is_contiguous()
         (expected,) = rope_thd([view.contiguous()], cos, sin, cu_seqlens, layout=layout)
         assert torch.equal(turned, expected)
-
-
-def test_gradients_that_are_expanded_or_of_nothing_are_read_right(device: str) -> None:
-    cos, sin = tables(frequencies(8, 4, "neox", device), torch.float32)
-    q, k = (torch.randn(6, 2, 4, device=device, requires_grad=True) for _ in range(2))
-    out, _unused = rope_thd([q, k], cos, sin, offsets([5], device))
-    expanded = torch.autograd.grad(out.sum(), (q, k), retain_graph=True)
-    dense = torch.autograd.grad(out, (q, k), torch.ones_like(out))
-    assert_same_bits(expanded, dense)
-    assert not expanded[1].any()
-
-
-@pytest.mark.parametrize("shape", [(0, 2, 4), (3, 0, 4), (3, 2, 4)])
-def test_no_rows_no_heads_no_documents_of_rope_thd(device: str, shape: tuple[int, int, int]) -> None:
-    cos, sin = tables(frequencies(8, 4, "neox", device), torch.float32)
-    (out,) = rope_thd([torch.randn(shape, device=device)], cos, sin, offsets([], device))
-    assert torch.equal(out, torch.zeros(shape, device=device))
 
 
 @pytest.mark.megatron
@@ -386,7 +366,7 @@ def test_many_heads_have_the_bits_of_each(device: str, layout: str, dim: int, he
     inputs = [torch.randn(19, count, dim).to(dtype) for count in heads]
     grads = [torch.randn_like(t) for t in inputs]
 
-    def turned(tensors: list[torch.Tensor], gradients: list[torch.Tensor], where: str) -> list[torch.Tensor]:
+    def turned(tensors: list[Tensor], gradients: list[Tensor], where: str) -> list[Tensor]:
         leaves = [t.to(where, copy=True).requires_grad_() for t in tensors]
         out = rope_thd(leaves, cos.to(where), sin.to(where), offsets(lengths, where), layout=layout)
         torch.autograd.backward(out, [grad.to(where) for grad in gradients])
@@ -458,25 +438,18 @@ def test_tables_die_with_the_frequencies_and_keep_nothing_alive() -> None:
     """Neither the frequencies nor the object, whichever of both dies first."""
     tables, freqs, others = RotaryTables(), frequencies(), frequencies()
     kept = tables.tables(others, torch.float32, 1.0)[0]
-    dying = [
-        weakref.ref(table)
-        for dtype in (torch.float32, torch.bfloat16)
-        for table in tables.tables(freqs, dtype, 1.0)
-    ]
-    gc.disable()
-    try:
-        del freqs
-        assert all(table() is None for table in dying)
-    finally:
-        gc.enable()
-    left = weakref.ref(kept), weakref.ref(others), weakref.ref(tables)
+    dtypes = torch.float32, torch.bfloat16
+    dying = [weakref.ref(table) for dtype in dtypes for table in tables.tables(freqs, dtype, 1.0)]
+    del freqs
+    assert all(table() is None for table in dying), "by reference counts alone"
+    of_kept, of_others, of_tables = weakref.ref(kept), weakref.ref(others), weakref.ref(tables)
     del kept
-    assert left[0]() is not None
+    assert of_kept() is not None
     del tables
     gc.collect()
-    assert left[2]() is None and left[1]() is not None
+    assert of_tables() is None and of_others() is not None
     del others
-    assert left[1]() is None
+    assert of_others() is None
 
 
 @pytest.mark.megatron

@@ -19,11 +19,9 @@ DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 Keys = list[int] | None
 
 
-def inputs(
-    rows: int, heads: int, groups: int, dim: int, device: str, *, keys: int | None = None
-) -> list[Tensor]:
+def inputs(rows: int, heads: int, groups: int, dim: int, device: str, keys: int = -1) -> list[Tensor]:
     """q, k, v and a gradient of the output; unless it is said, as many keys as queries."""
-    keys = rows if keys is None else keys
+    keys = rows if keys < 0 else keys
     shapes = (rows, heads), (keys, groups), (keys, groups), (rows, heads)
     return [torch.randn(*shape, dim, device=device).to(DTYPE[device]) for shape in shapes]
 
@@ -40,22 +38,16 @@ def seen_keys(queries: list[int], keys: list[int], *, causal: bool) -> Tensor:
 
 
 def in_float64(
-    tensors: list[Tensor],
-    queries: list[int],
-    keys: Keys = None,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
+    tensors: list[Tensor], queries: list[int], keys: Keys = None, *, causal: bool = True, **how: Any
 ) -> list[Tensor]:
     """Output and gradients on the host, of one score matrix of all documents, without their tails."""
     keys = queries if keys is None else keys
     ends = (sum(queries), sum(keys), sum(keys), sum(queries))
-    *leaves, grad = (
-        t.detach()[:end].cpu().double().requires_grad_() for t, end in zip(tensors, ends, strict=True)
-    )
+    cut = (t.detach()[:end].cpu().double() for t, end in zip(tensors, ends, strict=True))
+    *leaves, grad = (t.requires_grad_() for t in cut)
     mask = seen_keys(queries, keys, causal=causal)
     heads_first = (leaf[None].transpose(1, 2) for leaf in leaves)
-    attended = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True)
+    attended = scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True, **how)
     out = attended[0].transpose(0, 1)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
 
@@ -128,18 +120,19 @@ def test_documents_attend_alone_up_to_the_end_and_poison_in_the_tails_changes_no
     poisoned = [t.clone() for t in clean]
     for t, end in zip(poisoned, ends, strict=True):
         t[end:] = torch.nan
-    actual = attend(clean, queries, keys, scale=scale, causal=causal, slack=slack)
+    how = {"scale": scale, "causal": causal}
+    actual = attend(clean, queries, keys, slack=slack, **how)
     if num_queries:
-        assert_close_to_float64(actual, in_float64(clean, queries, keys, scale=scale, causal=causal), device)
-    from_poisoned = attend(poisoned, queries, keys, scale=scale, causal=causal, slack=slack)
+        assert_close_to_float64(actual, in_float64(clean, queries, keys, **how), device)
+    from_poisoned = attend(poisoned, queries, keys, slack=slack, **how)
     for one, other, end in zip(actual, from_poisoned, (num_queries, *ends[:3]), strict=True):
         assert torch.equal(one, other)
         assert not one[end:].any()
 
 
-@pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 64), (2, 2, 128), (1, 1, 8)])
-def test_one_giant_document(device: str, heads: int, groups: int, dim: int) -> None:
-    tensors = inputs(300, heads, groups, dim, device)
+@pytest.mark.parametrize("sizes", [(4, 2, 64), (2, 2, 128), (1, 1, 8)])
+def test_one_giant_document(device: str, sizes: tuple[int, int, int]) -> None:
+    tensors = inputs(300, *sizes, device)
     assert_close_to_float64(attend(tensors, [300]), in_float64(tensors, [300]), device)
 
 
