@@ -4,16 +4,15 @@
 The model captures as megagraph/bank/capture.py does: forwards in order, then backwards in reverse, each pass
 allocating from one pool. A graph replays with the addresses that its capture was given, so the
 capture fixes which units of memory each pass writes and reads; memory is a bit mask of units.
+A backward may leave something to a third pass, captured right behind it.
 
 Behind a site there may be a gap, in which something eager runs: then the next site has an input of its own,
 gradients on both sides go back to the pool with the pass that is captured, and so may an output.
-
-A backward may leave something to a third pass, captured right behind it.
 """
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -67,6 +66,7 @@ def mask(blocks: Sequence[Block]) -> int:
     return sum(((1 << size) - 1) << start for start, size in blocks)
 
 
+@dataclass
 class Graphs:
     """What the captured passes of each site touch, as masks.
 
@@ -75,9 +75,8 @@ class Graphs:
     backward whose gradient comes from elsewhere.
     """
 
-    def __init__(self, num_sites: int, gaps: frozenset[int]) -> None:
-        self.of = [Counter[str]() for _ in range(num_sites)]
-        self.gaps = gaps
+    of: list[Counter[str]]
+    gaps: set[int]
 
 
 class Capture:
@@ -86,16 +85,19 @@ class Capture:
     def __init__(self, num_sites: int, seed: int, *, has_gaps: bool = False) -> None:
         self.rng = random.Random(seed)
         self.pool = Pool(self.rng.choice(list(PICKS.values())), self.rng)
-        gaps = frozenset(site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6)
-        self.graphs = Graphs(num_sites, gaps)
+        gaps = {site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6}
+        self.graphs = Graphs([Counter[str]() for _ in range(num_sites)], gaps)
         # Boundaries stay allocated until the last capture: a site's output is the next one's input.
         self.outputs: list[Block] = []
         self.grad_inputs: dict[int, Block] = {}
-        self.kept: list[list[Block]] = [[] for _ in range(num_sites)]
-        self.left: list[list[Block]] = [[] for _ in range(num_sites)]
+        self.kept: dict[int, list[Block]] = {}
+        self.left: dict[int, list[Block]] = {}
 
     def _some(self, most: int) -> list[Block]:
         return [self.pool.allocate() for _ in range(self.rng.randint(1, most))]
+
+    def _free_in_any_order(self, blocks: list[Block]) -> None:
+        self.pool.free(self.rng.sample(blocks, len(blocks)))
 
     def forward(self, site: int) -> None:
         graphs = self.graphs
@@ -104,7 +106,7 @@ class Capture:
         temporaries, self.kept[site], later = self._some(3), self._some(3), self._some(2)
         self.outputs.append(self.pool.allocate())
         transient = self._some(2) if site in graphs.gaps else []
-        self.pool.free(self.rng.sample(temporaries + later, len(temporaries + later)))
+        self._free_in_any_order(temporaries + later)
         self.pool.free(transient)
         graphs.of[site].update(
             forward=mask([*temporaries, *self.kept[site], *later, self.outputs[site], *transient]),
@@ -124,7 +126,7 @@ class Capture:
             self.left[site] = [done.pop(), self.pool.allocate()]
             temporaries.append(self.left[site][-1])
             graphs.of[site]["left"] = mask(self.left[site])
-        self.pool.free(self.rng.sample(done, len(done)))
+        self._free_in_any_order(done)
         graphs.of[site].update(backward=mask([*temporaries, grad_input]), given=mask([grad_output]))
         if after is None:
             self.pool.free([grad_output])
@@ -137,7 +139,8 @@ class Capture:
     def rest(self, site: int) -> None:
         temporaries = self._some(3)
         self.graphs.of[site]["rest"] = mask(temporaries)
-        self.pool.free(self.rng.sample(temporaries, len(temporaries)) + self.left[site])
+        self._free_in_any_order(temporaries)
+        self.pool.free(self.left[site])
 
 
 def captured(num_sites: int, seed: int, *, has_gaps: bool = False, has_rests: bool = False) -> Graphs:
@@ -221,12 +224,6 @@ def is_allowed(num_sites: int, passes: str) -> bool:
     return True
 
 
-def wishes(num_sites: int, rng: random.Random) -> Iterator[tuple[str, int]]:
-    """What a schedule might ask for, sensible or not."""
-    for _ in range(rng.randint(4, 14)):
-        yield rng.choice("FFFFBBBD"), rng.randrange(num_sites)
-
-
 class Readers:
     """Somebody who goes on reading outputs and gradients for a while, each at most once."""
 
@@ -248,8 +245,8 @@ class Readers:
 
 def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) -> tuple[int, int]:
     """One lease. Returns how many backwards read their saved tensors, and how many wishes were refused."""
-    replay, reads, refused = Replay(graphs), 0, 0
-    readers = Readers(replay, slot, rng)
+    replay = Replay(graphs)
+    readers, reads, refused = Readers(replay, slot, rng), 0, 0
     assert slot.lease(0, True)
 
     def backward(site: int) -> None:
@@ -259,7 +256,8 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
         slot.node_done(site)
         reads += 1
 
-    for kind, site in wishes(len(graphs.of), rng):
+    for _wish in range(rng.randint(4, 14)):
+        kind, site = rng.choice("FFFFBBBD"), rng.randrange(len(graphs.of))  # sensible or not
         if kind == "F":
             is_read = (Kind.OUTPUT, site - 1) in replay.held and site - 1 not in replay.live
             if is_read and site - 1 not in graphs.gaps:
@@ -294,18 +292,15 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
 def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_intact() -> None:
     """In every other pool there are gaps."""
     rng = random.Random(0)
-    sequences = reads = refused = 0
+    counts = list[tuple[int, int]]()
     for seed in range(NUM_POOLS):
         graphs = captured(2 + seed % 5, seed, has_gaps=seed % 2 == 1)
         slot = _C.Slot(0, len(graphs.of))
-        for _ in range(SEQUENCES_PER_POOL):
-            more_reads, more_refused = run_what_the_slot_allows(graphs, slot, rng)
-            sequences += more_reads > 0
-            reads += more_reads
-            refused += more_refused
+        counts += (run_what_the_slot_allows(graphs, slot, rng) for _ in range(SEQUENCES_PER_POOL))
+    reads, refused = map(sum, zip(*counts, strict=True))
+    sequences = sum(more_reads > 0 for more_reads, _ in counts)
     assert sequences >= 20_000
-    assert reads > sequences  # most of them have several backwards,
-    assert refused > sequences  # and most had to be told no
+    assert reads > sequences and refused > sequences  # most have several backwards, and were told no
 
 
 ORDERS = {  # of passes, and the share of pools that they corrupt at least
