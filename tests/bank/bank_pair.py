@@ -9,6 +9,7 @@ import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +84,16 @@ def new_bank(modules: Sequence[Step], device: str, *, num_slots: int = 1, **opti
     bank = RunningBank(modules, device, num_slots=num_slots, options=BankOptions(**options))
     _banks.add(bank)
     return bank
+
+
+def pool_bytes(steps: Sequence[Step], *variants: VariantSpec, **options: Any) -> int:
+    """Of a bank on a GPU that is gone again."""
+    bank = new_bank(steps, "cuda", **options)
+    bank.capture(variants)
+    assert not bank.failures
+    held = bank.pool_bytes()
+    bank.release()
+    return held
 
 
 def release_banks() -> None:
@@ -163,7 +174,7 @@ def rng_states(device: str) -> list[Tensor]:
     return states
 
 
-def run_eager(layers: Sequence[nn.Module], hidden: Tensor) -> Tensor:
+def run_eager(layers: Sequence[Callable[[Tensor], Tensor]], hidden: Tensor) -> Tensor:
     for layer in layers:
         hidden = layer(hidden)
     return hidden
@@ -214,8 +225,8 @@ class Pair:
         self.bank.capture(variants or [variant()])
         return self
 
-    def input(self, rows: int = ROWS, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(rows, WIDTH, device=self.device).to(dtype)
+    def input(self, rows: int = ROWS) -> Tensor:
+        return torch.randn(rows, WIDTH, device=self.device)
 
     def forward(
         self,
@@ -378,9 +389,8 @@ class PackPair(Pair):
         hidden[end:] = torch.nan
 
         def eager(given: Tensor) -> Tensor:
-            out = canonical(given, end, self.tokens)
-            for layer in self.eager_layers:
-                out = layer(out, offsets(lengths, self.device, self.num_seqs + 1))
-            return out
+            ends = offsets(lengths, self.device, self.num_seqs + 1)
+            layers = [partial(layer, cu_seqlens=ends) for layer in self.eager_layers]
+            return run_eager(layers, canonical(given, end, self.tokens))
 
         return self.forward(hidden, sources=[offsets(lengths, self.device)], eager=eager, **how)

@@ -4,10 +4,11 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Applies, Block, MicroBatch, Pair, blocks, new_bank, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, MicroBatch, Pair, blocks, pool_bytes, run_eager, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -38,9 +39,7 @@ def test_what_trains_nothing_needs_a_gradient_where_its_input_does(
     device: str, num_frozen: int, gaps: bool
 ) -> None:
     """Bug: it always did; what stays eager behind it then ran a backward that no other rank ran."""
-    layers = blocks()
-    for layer in layers[:num_frozen]:
-        layer.requires_grad_(False)
+    layers = [layer.requires_grad_(index >= num_frozen) for index, layer in enumerate(blocks())]
     pair = Pair(device, layers, main_grad=True).capture()
     needed: list[bool] = []
 
@@ -78,7 +77,7 @@ def test_any_dtype_and_width_has_same_bits(device: str, layers: list[nn.Module],
     copies = copy.deepcopy(nn.ModuleList(layers)).to(dtype)
     pair = Pair(device, list(copies)).capture(variant(dtype=dtype))
     for _ in range(3):
-        assert pair.step(pair.input(dtype=dtype)) is None
+        assert pair.step(pair.input().to(dtype)) is None
     assert pair.counts() == {"calls": 3 * len(layers), "replays": 3 * len(layers)}
 
 
@@ -110,9 +109,9 @@ def test_the_largest_variant_is_warmed_up_and_captured_first(device: str) -> Non
         rows.append(hidden.shape[0])
         return hidden * 2
 
-    pair = Pair(device, [Applies(tells)])
-    sizes = (3, 12, 1, 7)
-    pair.capture(*(variant(f"{size} {t}", training=t, rows=size) for size in sizes for t in (False, True)))
+    sizes, kinds = (3, 12, 1, 7), (False, True)
+    variants = (variant(f"{size} {kind}", training=kind, rows=size) for size in sizes for kind in kinds)
+    Pair(device, [Applies(tells)]).capture(*variants)
     largest_first = [12, 7, 3, 1] * 2  # training variants first
     assert rows == 2 * largest_first  # warmed up, then captured
 
@@ -121,18 +120,13 @@ def test_the_largest_variant_is_warmed_up_and_captured_first(device: str) -> Non
 def test_smaller_variants_take_no_memory_beside_the_largest() -> None:
     """The pool holds what the largest variant needs, also where that one is asked for last."""
     layers = [Block(256).to("cuda") for _ in range(3)]
-
-    def pool_bytes(*rows: int) -> int:
-        bank = new_bank(layers, "cuda")
-        bank.capture([variant(count, rows=count, row_shape=(256,)) for count in rows])
-        held = bank.pool_bytes()
-        bank.release()
-        return held
-
-    alone = pool_bytes(1 << 16)
+    small, middle, large = (
+        variant(count, rows=count, row_shape=(256,)) for count in (1 << 14, 1 << 15, 1 << 16)
+    )
+    alone = pool_bytes(layers, large)
     assert alone > 0
     # Captured the other way round, they take more than a quarter on top (measured on an H200).
-    assert pool_bytes(1 << 14, 1 << 15, 1 << 16) <= 1.1 * alone
+    assert pool_bytes(layers, small, middle, large) <= 1.1 * alone
 
 
 @pytest.mark.parametrize("order", ["F0 F1 B0 B1", "F0 F1 B1 F2 B0 B2"])  # the first as of a pipeline's stage
@@ -155,13 +149,9 @@ def test_micro_batches_in_flight_do_not_disturb_each_other(device: str, order: s
 def test_a_captured_site_that_a_micro_batch_leaves_out_changes_no_bit(device: str) -> None:
     pair = Pair(device, blocks(), num_slots=2, main_grad=True).capture()
     for left_out in (0, 1, 2, 1):
-
-        def ours(out: Tensor, left_out: int = left_out) -> Tensor:
-            for index, site in enumerate(pair.bank.sites):
-                out = pair.layers[index](out) if index == left_out else site(out)
-            return out
-
-        assert pair.step(ours=ours) is None
+        steps = [*pair.bank.sites]
+        steps[left_out] = pair.layers[left_out]
+        assert pair.step(ours=partial(run_eager, steps)) is None
     assert pair.bank.counters()["replays"] == 4 * 2
 
 
@@ -202,8 +192,7 @@ def nodes_of(out: Tensor) -> int:
     """How many replayed runs lie behind a tensor, in a row."""
     node, count = out.grad_fn, 0
     while node is not None and node.name() == "MegagraphReplay":
-        count += 1
-        node = next((before for before, _ in node.next_functions if before is not None), None)
+        node, count = next((it for it, _ in node.next_functions if it is not None), None), count + 1
     return count
 
 
@@ -241,16 +230,11 @@ def test_finished_backwards_are_told_to_who_wants_to_know_where_asked_for_and_at
         pair.bank.keep_eager(site, EagerReason.FOREIGN_HOOK)
     pair.capture()
     for wants in (True, False, False):
-        asked, heard = list[None](), list[tuple[int, int]]()
-
-        def is_wanted(asked: list[None] = asked, wants: bool = wants) -> bool:
-            asked.append(None)
-            return wants
-
-        pair.bank.set_listener(is_wanted, lambda *sites, heard=heard: heard.append(sites), noticed)
+        is_wanted, listener = mock.Mock(return_value=wants), mock.Mock(return_value=None)
+        pair.bank.set_listener(is_wanted, listener, noticed)
         pair.step()
-        assert heard == (told if wants else [])
-        assert len(asked) == 1, "once for each micro-batch"
+        assert [call.args for call in listener.mock_calls] == (told if wants else [])
+        is_wanted.assert_called_once_with()  # once for each micro-batch
 
 
 @pytest.mark.parametrize("raises_in", ["the forward", "the backward", "the listener"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import Block, Pair, new_bank, variant
+from bank_pair import Block, Pair, pool_bytes, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -259,18 +259,13 @@ def test_variants_of_both_slots_face_each_other(device: str) -> None:
 def test_facing_slots_take_less_memory_than_others() -> None:
     layers = [Layer(256).cuda() for _ in range(4)]
 
-    def pool_bytes(transient: Sequence[int] = (1,), **options: Any) -> int:
-        bank = new_bank(with_gaps(layers, transient), "cuda", **options)
-        bank.capture([variant(rows=MANY_ROWS, row_shape=(256,))])
-        assert not bank.failures
-        held = bank.pool_bytes()
-        bank.release()
-        return held
+    def held(transient: Sequence[int] = (1,), **options: Any) -> int:
+        shape = variant(rows=MANY_ROWS, row_shape=(256,))
+        return pool_bytes(with_gaps(layers, transient), shape, num_slots=2, **options)
 
-    one, two = pool_bytes(num_slots=1), pool_bytes(num_slots=2)
-    facing: dict[str, Any] = {"num_slots": 2, "facing": [[0, 1, 2, 3], [4, 3, 2, 1]]}
-    less, kept = pool_bytes(**facing), pool_bytes((), **facing)
+    facing = [[0, 1, 2, 3], [4, 3, 2, 1]]
+    two, less, kept = held(), held(facing=facing), held((), facing=facing)
     copies = MANY_ROWS * 256 * COPIES * 4  # of one of both slots
-    assert less - pool_bytes(**facing, share_given_back=True) >= copies
-    assert less < 0.8 * two, f"{less} bytes of facing slots, {two} of two, {one} of one"
+    assert less - held(facing=facing, share_given_back=True) >= copies
+    assert less < 0.8 * two, f"{less} bytes of facing slots, {two} of two"
     assert kept - less >= 2 * copies, f"{kept} bytes if copies are kept, {less} if not"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads, rng_states, variant
 from notes import told
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
@@ -75,25 +76,20 @@ def assert_right(found: Verification) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("main_grads", [True, False])
 def test_right_graphs_neither_differ_nor_leave_a_trace(device: str, training: bool, main_grads: bool) -> None:
-    layers = [layer.to(device) for layer in [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)]]
-    held = give_main_grads(layers) if main_grads else []
-    bank = captured(layers, device, training=training)
-    heard: list[Any] = []
+    pair = Pair(device, [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)], main_grad=main_grads)
+    bank, heard = pair.capture(variant("it", training=training)).bank, list[Any]()
     bank.set_listener(lambda: True, lambda *sites: heard.append(sites), [0])
-    params = [param for layer in layers for param in layer.parameters()]
-    for param in params:
+    for param in pair.params():
         if main_grads:
             param.main_grad.uniform_()
         else:
             param.grad = torch.rand_like(param)
-    before = [getattr(param, "main_grad", param.grad).clone() for param in params]
-    states, counters = rng_states(device), bank.counters()
+    grads = [param.main_grad if main_grads else param.grad for param in pair.params()]
+    before = [grad.clone() for grad in grads], rng_states(device), bank.counters()
     assert_right(verify(bank, "it", example(device)))
-    assert not bank.failures and not heard
-    after = [getattr(param, "main_grad", param.grad) for param in params]
-    assert all(map(torch.equal, before, after))
-    assert all(map(torch.equal, states, rng_states(device))) and bank.counters() == counters
-    assert bank.all_free() and len(held) == (len(params) if main_grads else 0)
+    assert not bank.failures and not heard and bank.all_free()
+    assert_same_bits((grads, rng_states(device), bank.counters()), before, "what a verification left")
+    assert main_grads or all(param.grad is grad for param, grad in zip(pair.params(), grads, strict=True))
 
 
 @pytest.mark.parametrize("factor", [2.5, ONE_BIT_MORE])
@@ -157,16 +153,17 @@ def test_a_graph_that_seldom_lies_far_off_is_right_if_its_module_scatters(times:
     def scatters(spread: float, far: list[float]) -> Applies:
         def forward(hidden: Tensor) -> Tensor:
             if Baked.is_captured:
-                return hidden * (far.pop() if is_verified and far else 1.5)
+                return hidden * (far.pop() if far else 1.5)
             return hidden * random.uniform(1.5 - spread, 1.5 + spread)
 
         return Applies(forward)
 
     random.seed(3)
-    is_verified, far = False, ([5.0] * times, [5.0])
+    far: tuple[list[float], list[float]] = [], []
     layers = [scatters(0.1, far[0]), scatters(0.0, far[1])]
     bank = captured(layers, "cpu", training=False)
-    is_verified = True
+    far[0].extend([5.0] * times)
+    far[1].append(5.0)
     found = verify(bank, "it", example("cpu"))
     assert {it.index for it in found.differences} == ({1} if times == 3 else {0, 1})
     assert found.within_spread == ({0} if times == 3 else set()) and far == ([], [])
@@ -180,18 +177,18 @@ def test_a_rounding_that_does_not_recur_is_chance_but_where_algorithms_are_deter
     times: int, entry: float, entries: int, is_exact: bool
 ) -> None:
     """Calls of the module are alike, and a few entries of its graph's first ones are others."""
-    is_verified, others = False, [entry] * times
+    others = list[float]()
 
     def rounds(hidden: Tensor) -> Tensor:
         out = hidden * 1.5
-        if Baked.is_captured and is_verified and others:
+        if Baked.is_captured and others:
             out.data.view(-1)[:entries] *= others.pop()
         return out
 
     torch.use_deterministic_algorithms(is_exact)
     layer = Applies(rounds)
     bank = captured([layer], "cpu", training=False)
-    is_verified = True
+    others += [entry] * times
     given = dataclasses.replace(example("cpu"), hidden=torch.ones(ROWS, WIDTH))
     is_rounding = not is_exact and entry < 1.5 and entries < 9
     assert bool(verify(bank, "it", given).differences) is not (is_rounding and times < 4)
@@ -281,7 +278,7 @@ def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device:
 def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
     is_broken = False
 
-    def fail(grad: Tensor) -> None:
+    def fail(_grad: Tensor) -> None:
         raise ValueError("of this module")
 
     def raises(hidden: Tensor) -> Tensor:
@@ -290,20 +287,17 @@ def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
             out.register_hook(fail)
         return out
 
-    layers = [layer.to(device) for layer in (Block(), Applies(raises), Block())]
-    held = give_main_grads(layers)
-    bank = captured(layers, device)
-    params: list[Any] = [param for layer in layers for param in layer.parameters()]
-    for param in params:
+    pair = Pair(device, [Block(), Applies(raises), Block()], main_grad=True, guard=captures)
+    bank = pair.capture(variant("it")).bank
+    for param in pair.params():
         param.main_grad.uniform_()
-    before, counters = [param.main_grad.clone() for param in params], bank.counters()
+    before, counters = [param.main_grad.clone() for param in pair.params()], bank.counters()
     is_broken = True
     with pytest.raises(ValueError, match="of this module"):
         verify(bank, "it", example(device))
     is_broken = False
-    assert bank.counters() == counters
-    assert held and all(torch.equal(param.main_grad, old) for param, old in zip(params, before, strict=True))
-    assert all(param.grad is None for param in params)
+    assert bank.counters() == counters and all(param.grad is None for param in pair.params())
+    assert_same_bits([param.main_grad for param in pair.params()], before, "what a failed one left")
     deadline = time.monotonic() + 10.0
     while bank.holders() and time.monotonic() < deadline:
         time.sleep(0.01)  # autograd's thread lets go of what has raised a moment after it did so here
@@ -351,9 +345,8 @@ def test_a_bank_that_cannot_replay_says_so(pair: Pair) -> None:
 @pytest.mark.parametrize("eager_at", [{0}, {1}, {0, 1, 2}, {3}])
 def test_sites_are_verified_beside_eager_parts(device: str, rows: int, eager_at: Any, training: bool) -> None:
     """Bug: behind something eager, only micro-batches that filled the capacity were compared at all."""
-    layers = [layer.to(device) for layer in (Block(), Baked(2.0), Baked(2.5))]
-    part = EagerPart(name="between", module=layers[0], forward=lambda _module, before, **_: before * 1.5)
-    steps: list[nn.Module | EagerPart] = [*layers]
+    steps: list[Any] = [Block(), Baked(2.0), Baked(2.5)]
+    part = EagerPart(name="between", module=steps[0], forward=lambda _module, before, **_: before * 1.5)
     for place in sorted(eager_at, reverse=True):
         steps.insert(place, part)
     bank = captured(steps, device, training=training, fewer_rows=True)
