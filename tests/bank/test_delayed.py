@@ -75,16 +75,13 @@ class Flight:
 class DelayedPair(Pair):
     """Blocks under a bank, one of which has nothing to finish, and the same eager."""
 
-    def __init__(self, device: str, layers: Sequence[nn.Module] = (), **options: Any) -> None:
-        is_fused, has_main_grad = options.pop("is_fused", False), options.pop("main_grad", True)
-        super().__init__(
-            device,
-            layers or [DelayedBlock(is_fused=is_fused), Block(), DelayedBlock(is_fused=is_fused)],
-            main_grad=has_main_grad,
-            guard=capturing,
-            steps=lambda layers: [SiteSpec(name="layer", module=layer) for layer in layers],
-            **options,
-        )
+    def __init__(
+        self, device: str, layers: Sequence[nn.Module] = (), *, is_fused: bool = False, **options: Any
+    ) -> None:
+        layers = layers or [DelayedBlock(is_fused=is_fused), Block(), DelayedBlock(is_fused=is_fused)]
+        options = {"main_grad": True, "guard": capturing} | options
+        options["steps"] = lambda layers: [SiteSpec(name="layer", module=layer) for layer in layers]
+        super().__init__(device, layers, **options)
         for site in self.bank.specs:
             if isinstance(site.module, DelayedBlock):
                 site.finish, site.forget = DelayedBlock.backward_dw, DelayedBlock.forget
@@ -98,11 +95,15 @@ class DelayedPair(Pair):
 
     def fly(self, hidden: Tensor) -> Flight:
         """Forwards in the bank."""
-        flight = Flight()
         with self.bank.micro_batch("train") as reason:
             assert reason is None
-            for site in self.bank.sites:
-                hidden = flight.run(site, hidden, self.bank.take_finish)
+            return self.fly_on(hidden)
+
+    def fly_on(self, hidden: Tensor) -> Flight:
+        """In a micro-batch that has begun."""
+        flight = Flight()
+        for site in self.bank.sites:
+            hidden = flight.run(site, hidden, self.bank.take_finish)
         return flight
 
     def fly_back(self, index: int = 0) -> Flight:
@@ -183,10 +184,8 @@ def test_micro_batches_in_turn_each_get_their_own(device: str) -> None:
 def test_nothing_enters_the_slot_of_an_unfinished_site_which_is_free_once_it_is_finished(device: str) -> None:
     """Neither a backward, which raises, nor a forward, nor another micro-batch, nor a capture."""
     pair = DelayedPair(device)
-    ours, hidden = Flight(), pair.input()
     with pair.bank.micro_batch("train"):
-        for site in pair.bank.sites:
-            hidden = ours.run(site, hidden, pair.bank.take_finish)
+        ours = pair.fly_on(pair.input())
         grad = ours.backward(2, pair.input())
         assert pair.bank.sites[2](ours.leaves[2]) is NotImplemented
     assert pair.eager_calls() == {EagerReason.NESTING.name: 1}
@@ -198,7 +197,7 @@ def test_nothing_enters_the_slot_of_an_unfinished_site_which_is_free_once_it_is_
     grad = ours.backward(1, grad)
     ours.backward(0, grad)
     ours.outputs, ours.leaves = [], []
-    del hidden, grad
+    del grad
     with pytest.raises(RuntimeError, match=r"still held: slot 0: 1 unfinished backward of site 0$"):
         pair.capture()
     ours.finish(0)
@@ -208,17 +207,17 @@ def test_nothing_enters_the_slot_of_an_unfinished_site_which_is_free_once_it_is_
 def test_finishing_twice_too_early_or_for_another_micro_batch(device: str) -> None:
     """Each is an error, which changes nothing."""
     pair = DelayedPair(device, [DelayedBlock()], num_slots=2)
-    first, other = pair.both(), pair.both(scale=8.0)
+    (*both, grad), other = pair.both(), pair.both(scale=8.0)
     with pytest.raises(RuntimeError, match="site 0, slot 0, was asked to finish before the backward"):
-        first[0].finish(0)
-    for flight in first[:2]:
-        flight.backward(0, first[2])
+        both[0].finish(0)
+    for flight in both:
+        flight.backward(0, grad)
     with pytest.raises(RuntimeError, match=r"slot 1, .* before the backward of its micro-batch"):
         other[0].finish(0)
-    for flight in first[:2]:
+    for flight in both:
         flight.finish(0)
     with pytest.raises(RuntimeError, match="site 0, slot 0, was asked to finish twice"):
-        first[0].finish(0)
+        both[0].finish(0)
     pair.check_state()
     pair.land(*other)
 

@@ -4,12 +4,12 @@
 Slots share what is temporary in each pass: csrc/torch/pass_memory.h, Note [Scratch].
 """
 
-import dataclasses
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -24,7 +24,6 @@ from megagraph.bank.backends import CudaBackend, KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions
 from megagraph.bank.verify import Example, Verification, verify
-from megagraph.reasons import EagerReason
 
 pytestmark = pytest.mark.gpu
 COPIES, MANY_ROWS = 64, 1 << 15
@@ -88,44 +87,37 @@ def test_micro_batches_in_flight_have_the_bits_of_eager(banks: int, order: Seque
             pair.check_state()
 
 
-def test_graphs_on_two_streams_take_turns() -> None:
-    """Side by side they would write over each other's temporary memory."""
-    module = Wide(sleeps=True).cuda()
-    bank = new_bank([module], "cuda", num_slots=2)
+def check_on_streams(module: Wide, count: int, take: Callable[[Tensor], Tensor], **options: Any) -> None:
+    """Runs in a bank, each on a stream of its own; what is taken of their outputs is what eager makes."""
+    bank = new_bank([module.cuda()], "cuda", **options)
     bank.capture([variant(training=False)])
     assert not bank.failures
-    inputs = [torch.full((6, WIDTH), float(value), device="cuda") for value in (1, 2)]
+    inputs = [torch.full((6, WIDTH), float(value), device="cuda") for value in range(1, count + 1)]
     with torch.no_grad():
-        expected = [module(x) for x in inputs]
-        streams = [torch.cuda.Stream() for _ in inputs]
+        expected, found = [module(x) for x in inputs], []
         torch.cuda.synchronize()
-        found = []
-        for x, stream in zip(inputs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(bank.run(x))
+        for x in inputs:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                found.append(take(bank.run(x)))
     torch.cuda.synchronize()
     assert_same_bits(found, expected)
+
+
+def test_graphs_on_two_streams_take_turns() -> None:
+    """Side by side they would write over each other's temporary memory."""
+    check_on_streams(Wide(sleeps=True), 2, lambda out: out, num_slots=2)
 
 
 def test_what_reads_results_on_another_stream_is_waited_for() -> None:
     """The next launch takes the slot that was given back, while its outputs are still to be read."""
-    module = Wide().cuda()
-    bank = new_bank([module], "cuda", poison=False)  # which would be a launch behind the reading
-    bank.capture([variant(training=False)])
-    assert not bank.failures
-    inputs = [torch.full((6, WIDTH), float(value), device="cuda") for value in (1, 2, 3)]
-    with torch.no_grad():
-        expected = [module(x) for x in inputs]
-        torch.cuda.synchronize()
-        found = []
-        for x in inputs:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                out = bank.run(x)
-                torch.cuda._sleep(10 * SLEEP)
-                found.append(out.clone())
-                del out
-    torch.cuda.synchronize()
-    assert_same_bits(found, expected)
+
+    def reads_late(out: Tensor) -> Tensor:
+        torch.cuda._sleep(10 * SLEEP)
+        return out.clone()
+
+    check_on_streams(
+        Wide(), 3, reads_late, poison=False
+    )  # or the poison would be a launch behind the reading
 
 
 def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> None:
@@ -378,23 +370,13 @@ def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loa
 
 def test_micro_batches_on_two_streams_do_not_meet() -> None:
     layers = [Block(1024) for _ in range(4)]
-    for param in (param for layer in layers for param in layer.parameters()):
-        param.requires_grad_(False)  # gradients of parameters are for the caller to order
-    rows = 256
-    banks = []
-    for _ in range(2):
-        bank = new_bank([layer.cuda() for layer in layers], "cuda")
-        shape = variant(rows=rows)
-        bank.capture([dataclasses.replace(shape, row_shape=(1024,))])
-        banks.append(bank)
+    nn.ModuleList(layers).cuda().requires_grad_(False)  # gradients of parameters are for the caller to order
+    rows, banks = 256, [new_bank(layers, "cuda") for _ in range(2)]
+    for bank in banks:
+        bank.capture([variant(rows=rows, row_shape=(1024,))])
     streams = [torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
-    inputs = [torch.randn(rows, 1024, device="cuda") for _ in range(12)]
-    want = []
-    for given in inputs:
-        leaf = given.clone().requires_grad_()
-        run_eager(layers, leaf).square().sum().backward()
-        want.append(leaf.grad)
-    leaves = [given.clone().requires_grad_() for given in inputs]
+    leaves = [torch.randn(rows, 1024, device="cuda", requires_grad=True) for _ in range(12)]
+    want = [torch.autograd.grad(run_eager(layers, leaf).square().sum(), leaf)[0] for leaf in leaves]
     torch.cuda.synchronize()
     for turn, leaf in enumerate(leaves):
         bank = banks[turn // 2 % 2]
@@ -420,14 +402,16 @@ def test_a_bank_replays_on_its_own_device_whichever_is_current() -> None:
 # -- bugs of graphs and their workspaces -------------------------------------------------------------
 
 
-def test_a_layer_that_draws_on_the_host_stays_eager() -> None:
-    """Its number was frozen in the graph: no graph advances the CPU's generator."""
-    skips = Applies(lambda hidden: hidden * (1 + torch.rand(()).item()))
-    pair = Pair("cuda", [Block(), skips]).capture()
-    assert [failure.reason for failure in pair.bank.failures] == [EagerReason.RNG_NOT_GRAPH_SAFE]
-
-
 COLUMNS, MANY = 640, 8192  # of matrix products that need a workspace
+
+
+def products() -> list[nn.Module]:
+    linear = partial(nn.Linear, COLUMNS, COLUMNS)
+    return [nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(3)]
+
+
+def wide_input() -> Tensor:
+    return torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
 def captured_wide(layers: Sequence[nn.Module]) -> Any:
@@ -464,8 +448,7 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
     layers, others = [nn.Linear(COLUMNS, COLUMNS)], [nn.Linear(COLUMNS, COLUMNS)]
     bank, other = captured_wide(layers), captured_wide(others)
     other.release()
-    held = strangers(*[2 << 20] * 64)
-    x = torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    held, x = strangers(*[2 << 20] * 64), wide_input()
     for _ in range(3):
         assert_same_bits(replayed(bank, layers, x), run_wide(layers, x))
     assert all(bool(stranger.isnan().all()) for stranger in held)
@@ -476,11 +459,8 @@ def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
 
     Graphs hold the addresses of theirs; a replay must neither read what is there now nor write to it.
     """
-    layers = [
-        nn.Sequential(nn.Linear(COLUMNS, COLUMNS), nn.Tanh(), nn.Linear(COLUMNS, COLUMNS)) for _ in range(3)
-    ]
-    bank, held = captured_wide(layers), []
-    x = torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layers = products()
+    bank, held, x = captured_wide(layers), [], wide_input()
     want = run_wide(layers, x)
     for _ in range(4):
         torch.cuda.synchronize()
@@ -494,12 +474,9 @@ def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
 def test_a_verification_in_a_thread_of_its_own_leaves_no_workspace_in_what_is_lent() -> None:
     """Its cuBLAS workspace lay where graphs keep what a backward reads, and the next product wrote there."""
     torch._C._cuda_clearCublasWorkspaces()
-    layers = [
-        nn.Sequential(nn.Linear(COLUMNS, COLUMNS), nn.Tanh(), nn.Linear(COLUMNS, COLUMNS)) for _ in range(3)
-    ]
+    layers, x = products(), wide_input()
     with torch.autograd.set_multithreading_enabled(False):  # the thread of backward passes gets none either
         bank = captured_wide(layers)
-    x = torch.randn(MANY, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     given = Example(hidden=x.detach(), grad=torch.ones_like(x))
 
     def work() -> list[Any]:

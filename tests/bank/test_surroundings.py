@@ -317,21 +317,10 @@ def test_what_is_around_a_micro_batch(around: Around, why: str, are_alike: bool)
     assert pair.forward().reason is None
 
 
-class Casts(nn.Module):
-    """Autocast casts the weights of its linear layer, which are float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.linear(hidden).float()
-
-
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_casts_that_autocast_keeps_are_none_of_a_capture(device: str, main_grad: bool) -> None:
     """Bug: it read those of its warm-up, and nobody added the gradients of such weights."""
-    pair = Pair(device, [Casts()], main_grad=main_grad)
+    pair = Pair(device, [Block()], main_grad=main_grad)
     with torch.autocast(device, torch.bfloat16):
         pair.capture()
         assert torch.is_autocast_cache_enabled()
