@@ -350,20 +350,11 @@ def canonical(hidden: Tensor, end: int, tokens: int = TOKENS) -> Tensor:
 class PackPair(Pair):
     """A pair whose layers take a pack's offsets; rows past its end are given as NaN."""
 
-    def __init__(
-        self,
-        device: str,
-        layers: Sequence[nn.Module] | None = None,  # mixers by default
-        *,
-        tokens: int = TOKENS,
-        num_seqs: int = NUM_SEQS,
-        width: int = WIDTH,
-        dtype: torch.dtype = torch.float32,
-        num_slots: int = 1,
-    ) -> None:
-        self.tokens, self.num_seqs, self.width, self.dtype = tokens, num_seqs, width, dtype
-        layers = [DocumentMixer() for _ in range(3)] if layers is None else layers
-        super().__init__(device, [layer.to(dtype) for layer in layers], num_slots=num_slots)
+    def __init__(self, device: str, layers: Sequence[nn.Module] = (), **options: Any) -> None:
+        sizes = {"tokens": TOKENS, "num_seqs": NUM_SEQS, "width": WIDTH, "dtype": torch.float32}
+        self.tokens, self.num_seqs, self.width, self.dtype = (options.pop(*it) for it in sizes.items())
+        layers = layers or [DocumentMixer() for _ in range(3)]
+        super().__init__(device, [layer.to(self.dtype) for layer in layers], **options)
         self.tokens_seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     def variant(self, key: str = "train", **changes: Any) -> VariantSpec:

@@ -126,9 +126,7 @@ def test_what_was_transient_is_not_there_any_more(device: str) -> None:
     assert bank.all_free()
 
 
-def test_a_site_answers_for_its_own_modules_alone_and_hands_several_outputs_to_who_takes_them(
-    device: str,
-) -> None:
+def test_a_site_answers_for_its_own_modules_and_hands_several_outputs_to_who_takes_them(device: str) -> None:
     layer = Router(device)
     route, _experts, finish = steps_of(layer)
     bank = new_bank([route, finish], device)

@@ -215,9 +215,7 @@ def test_buffers_views_constants_and_what_comes_of_constants_are_no_error(device
         assert_same_bits(bank.run(x, [offsets([5, 2], device)])[:7].clone(), x * table, "output")
 
 
-def test_constants_live_as_long_as_the_graphs_that_read_them_and_no_pack_as_long_as_the_bank(
-    device: str,
-) -> None:
+def test_constants_live_as_long_as_graphs_that_read_them_and_no_pack_as_long_as_the_bank(device: str) -> None:
     """Nobody held one that `arguments` had made: a replay read freed memory."""
     made: list[weakref.ref[Tensor]] = []
 

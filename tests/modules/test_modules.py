@@ -173,9 +173,7 @@ def test_products_under_autocast_are_those_of_linear_layers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_a_product_makes_its_input_again_unless_autocast_would_make_another(
-    dtype: torch.dtype | None,
-) -> None:
+def test_a_product_makes_its_input_again_unless_autocast_would_make_another(dtype: Any) -> None:
     made, offsets = linear(FEATURES, INNER), torch.arange(1, EXPERTS + 1, dtype=torch.int32)
     x, calls = torch.randn(EXPERTS, FEATURES, requires_grad=True), list[Tensor]()
 

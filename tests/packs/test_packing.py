@@ -86,9 +86,7 @@ def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
 
 
 @tails
-def test_nothing_on_the_device_is_read_and_what_is_not_known_may_be_one_document(
-    tail: TailConvention,
-) -> None:
+def test_nothing_on_the_device_is_read_and_what_is_not_known_may_be_one_document(tail: Any) -> None:
     """A fake tensor on a CUDA device has a shape and raises on every look at its values."""
     with FakeTensorMode():
         on_device = torch.empty(5, dtype=torch.int32, device="cuda")

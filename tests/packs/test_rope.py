@@ -310,9 +310,7 @@ def test_strided_views_turn_like_their_copies(device: str, layout: str) -> None:
 @given(
     units=st.lists(st.sampled_from([0, 1, 2, 5, 12]), min_size=1, max_size=5).filter(any),
     tail=st.sampled_from([0, 1, 9]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
-    head_dims=st.sampled_from(HEAD_DIMS),
-    mscale=st.sampled_from([1.0, 1.2079]),
+    of=st.tuples(*map(st.sampled_from, (HEAD_DIMS, [*DTYPES, torch.float64], [1.0, MSCALE]))),
 )
 def test_bits_of_megatrons_unfused_path(
     rope_utils: ModuleType,
@@ -321,12 +319,10 @@ def test_bits_of_megatrons_unfused_path(
     cp_size: int,
     units: list[int],
     tail: int,
-    dtype: torch.dtype,
-    head_dims: tuple[int, int],
-    mscale: float,
+    of: Any,
 ) -> None:
     """Forward and backward, on every rank, over full and partial rotary dimensions."""
-    head_dim, rotary_dim = head_dims
+    (head_dim, rotary_dim), dtype, mscale = of
     lengths = [unit * 2 * cp_size for unit in units]
     rows = sum(lengths) // cp_size
     # Longer than the pack: Megatron reads a table of just that length as one entry per token.
@@ -348,9 +344,8 @@ def test_bits_of_megatrons_unfused_path(
         )
         expected.backward(grad[:rows])
         ours = t.requires_grad_()
-        rank = {"cp_size": cp_size, "cp_rank": cp_rank}
-        by = RotaryTables().tables(freqs, ours.dtype, mscale)
-        actual = rope_thd([ours], *by, cu_seqlens, layout=layout, **rank)[0]
+        how = {"cp_size": cp_size, "cp_rank": cp_rank, "layout": layout}
+        (actual,) = rope_thd([ours], *RotaryTables().tables(freqs, dtype, mscale), cu_seqlens, **how)
         actual.backward(grad)
         for found, wanted in ((actual, expected), (ours.grad, theirs.grad)):
             assert torch.equal(found[:rows], wanted) and not found[rows:].any()

@@ -77,7 +77,7 @@ def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device
         assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
 
 
-USUAL: dict[str, Any] = {"slack": 0, "heads": (4, 2), "causal": True, "scale": None}
+USUAL: dict[str, Any] = {"slack": 0, "heads": (4, 2), "how": {"causal": True}}
 
 
 @settings(max_examples=50)
@@ -89,11 +89,10 @@ USUAL: dict[str, Any] = {"slack": 0, "heads": (4, 2), "causal": True, "scale": N
     tails=st.sampled_from([(0, 0), (1, 3), (130, 0)]),
     slack=st.sampled_from([0, 3, 100]),
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
-    causal=st.booleans(),
-    scale=st.sampled_from([None, 0.3]),
+    how=st.fixed_dictionaries({"causal": st.booleans(), "scale": st.sampled_from([None, 0.3])}),
 )
 # FlashAttention took this for decoding, and refused the tail.
-@example(documents=[(1, 0)], has_keys=False, tails=(1, 0), **{**USUAL, "causal": False})
+@example(documents=[(1, 0)], has_keys=False, tails=(1, 0), **{**USUAL, "how": {"causal": False}})
 # One query a document, as the smallest chunks of context parallelism have.
 @example(documents=[(1, 0), (1, 2), (1, 1)], has_keys=True, tails=(1, 0), **USUAL)
 @example(documents=[], has_keys=False, tails=(0, 0), **USUAL)
@@ -101,14 +100,7 @@ USUAL: dict[str, Any] = {"slack": 0, "heads": (4, 2), "causal": True, "scale": N
 @example(documents=[(0, 0)] * 2, has_keys=False, tails=(0, 0), **{**USUAL, "slack": 3})
 @example(documents=[(0, 0)] * 2, has_keys=False, tails=(1, 0), **USUAL)
 def test_documents_attend_alone_up_to_the_end_and_poison_in_the_tails_changes_no_bit(
-    device: str,
-    documents: list[tuple[int, int]],
-    has_keys: bool,
-    tails: tuple[int, int],
-    slack: int,
-    heads: tuple[int, int],
-    causal: bool,
-    scale: float | None,
+    device: str, documents: Any, has_keys: bool, tails: tuple[int, int], slack: int, heads: Any, how: Any
 ) -> None:
     """Each document has as many keys as queries, or keys of its own: more in front of them, or fewer, which
     the first queries do not see."""
@@ -120,7 +112,6 @@ def test_documents_attend_alone_up_to_the_end_and_poison_in_the_tails_changes_no
     poisoned = [t.clone() for t in clean]
     for t, end in zip(poisoned, ends, strict=True):
         t[end:] = torch.nan
-    how = {"scale": scale, "causal": causal}
     actual = attend(clean, queries, keys, slack=slack, **how)
     if num_queries:
         assert_close_to_float64(actual, in_float64(clean, queries, keys, **how), device)
