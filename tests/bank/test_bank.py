@@ -120,9 +120,7 @@ def test_the_largest_variant_is_warmed_up_and_captured_first(device: str) -> Non
 def test_smaller_variants_take_no_memory_beside_the_largest() -> None:
     """The pool holds what the largest variant needs, also where that one is asked for last."""
     layers = [Block(256).to("cuda") for _ in range(3)]
-    small, middle, large = (
-        variant(count, rows=count, row_shape=(256,)) for count in (1 << 14, 1 << 15, 1 << 16)
-    )
+    small, middle, large = (variant(1 << it, rows=1 << it, row_shape=(256,)) for it in (14, 15, 16))
     alone = pool_bytes(layers, large)
     assert alone > 0
     # Captured the other way round, they take more than a quarter on top (measured on an H200).

@@ -71,9 +71,8 @@ def test_temporary_memory_is_paid_once_for_all_slots_and_banks_of_a_device() -> 
 def test_micro_batches_in_flight_have_the_bits_of_eager(banks: int, order: Sequence[int]) -> None:
     """Four in all, of one bank or of several."""
     slots = 4 // banks
-    pairs = [
-        Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=slots, main_grad=True) for _ in range(banks)
-    ]
+    sides = [[Wide(), *blocks(2), Wide()] for _ in range(banks)]
+    pairs = [Pair("cuda", layers, num_slots=slots, main_grad=True) for layers in sides]
     for pair in pairs:
         pair.capture(variant(), variant("smaller", rows=4))
     for key, rows in (("train", 6), ("smaller", 4), ("train", 6)):
@@ -115,9 +114,8 @@ def test_what_reads_results_on_another_stream_is_waited_for() -> None:
         torch.cuda._sleep(10 * SLEEP)
         return out.clone()
 
-    check_on_streams(
-        Wide(), 3, reads_late, poison=False
-    )  # or the poison would be a launch behind the reading
+    # Without the poison, which would be a launch behind the reading.
+    check_on_streams(Wide(), 3, reads_late, poison=False)
 
 
 def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> None:

@@ -53,9 +53,7 @@ class Doubles(TorchFunctionMode):
 
 
 # After the first site a negative view is a tensor like any other, and a subclass is still one.
-@pytest.mark.parametrize(
-    ("make", "num_eager"), [(lambda hidden: hidden.as_subclass(Named), 3), (torch._neg_view, 1)]
-)
+@pytest.mark.parametrize(("make", "num_eager"), [(lambda it: it.as_subclass(Named), 3), (torch._neg_view, 1)])
 def test_tensors_that_are_not_plain_run_eager(device: str, make: Run, num_eager: int) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     hidden = make(pair.input())

@@ -125,9 +125,8 @@ def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, 
     for cp_rank in range(cp_size):
         rank = {"cp_size": cp_size, "cp_rank": cp_rank}
         ones = torch.ones(rows, 1, 2, device=device, dtype=torch.float64)
-        (at,) = rope_thd(
-            [ones], positions, torch.zeros_like(positions), offsets(lengths, device), layout="neox", **rank
-        )
+        turned = positions, torch.zeros_like(positions), offsets(lengths, device)
+        (at,) = rope_thd([ones], *turned, layout="neox", **rank)
         c, s = (table[at[:, 0, 0].long()][:, None] for table in (cos, sin))
         # Few bits, so that float64 holds every sum of float32.
         all_rows = [t.bfloat16().to(dtype) for t in inputs(shape, rows + 2, dtype, device)]
@@ -230,9 +229,8 @@ def test_gradients_that_are_no_rows_of_memory(device: str, op: str) -> None:
     out, _unused = rope_thd(leaves, *how) if op == "rope_thd" else rope_mla(None, *leaves, how, v_dim=4)
     transposed = torch.randn(*reversed(out.shape), device=device).permute(2, 1, 0)
     for grad in (torch.ones((), device=device).expand_as(out), transposed):
-        found, expected = (
-            torch.autograd.grad(out, leaves, it, retain_graph=True) for it in (grad, grad.contiguous())
-        )
+        grads = [grad, grad.contiguous()]
+        found, expected = (torch.autograd.grad(out, leaves, it, retain_graph=True) for it in grads)
         assert_same_bits(found, expected)
         assert op == "rope_mla" or not found[1].any()
 
