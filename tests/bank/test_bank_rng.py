@@ -276,8 +276,8 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Rewinds:
     ],
     ids=["a dropout inside", "a dropout inside of that", "dropouts outside alone"],
 )
-def test_only_draws_in_what_runs_again_are_noticed(
-    followed: Any, inner: Any, draws: bool, reentrant: bool
+def test_only_a_draw_in_what_runs_again_is_noticed(
+    followed: Rewinds, inner: Any, draws: bool, reentrant: bool
 ) -> None:
     layers = nn.Sequential(nn.Dropout(), Recomputed(inner(), reentrant=reentrant), nn.Dropout(0.1))
     for _ in range(2):

@@ -79,12 +79,9 @@ ON_A_GPU: dict[str, tuple[Trouble, list[str]]] = {
 
 def contents(pair: Pair) -> list[Any]:
     """Everything that a capture has to leave as it was."""
-    found = [
-        (param, param.grad, getattr(param, "main_grad", None), list(layer.buffers()))
-        for layer in pair.layers
-        for param in layer.parameters()
-    ]
-    return [rng_states(pair.device), copy.deepcopy(found)]
+    params = [(param, param.grad, getattr(param, "main_grad", None)) for param in pair.params()]
+    buffers = [*nn.ModuleList(pair.layers).buffers()]
+    return [rng_states(pair.device), copy.deepcopy((params, buffers))]
 
 
 def pair_with(device: str, troubled: Troubled, *, main_grad: bool = True, num_slots: int = 1) -> Pair:
@@ -302,16 +299,10 @@ def accumulator_of(param: Tensor) -> Any:
 OF_PARAMETER = "gradient hook of parameter up.weight"
 ON_ACCUMULATOR = "hook on the gradient accumulator of parameter up.weight"
 # What registers a hook, on what of a block, and what is said of it.
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
 HOOKS: list[tuple[str, Callable[[Any], Any], str]] = [
-    *(
-        (
-            f"register_{kind}_hook",
-            lambda block, where=where: block.get_submodule(where),
-            f"hook keep of module {name}",
-        )
-        for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
-        for where, name in (("", "Block"), ("up", "up"))
-    ),
+    *((f"register_{kind}_hook", lambda block: block, "hook keep of module Block") for kind in KINDS),
+    *((f"register_{kind}_hook", lambda block: block.up, "hook keep of module up") for kind in KINDS),
     ("register_hook", lambda block: block.up.weight, OF_PARAMETER),
     ("register_post_accumulate_grad_hook", lambda block: block.up.weight, OF_PARAMETER),
     ("register_hook", lambda block: accumulator_of(block.up.weight), ON_ACCUMULATOR),

@@ -75,10 +75,8 @@ class Flight:
 class DelayedPair(Pair):
     """Blocks under a bank, one of which has nothing to finish, and the same eager."""
 
-    def __init__(
-        self, device: str, layers: Sequence[nn.Module] = (), *, is_fused: bool = False, **options: Any
-    ) -> None:
-        layers = layers or [DelayedBlock(is_fused=is_fused), Block(), DelayedBlock(is_fused=is_fused)]
+    def __init__(self, device: str, *layers: nn.Module, is_fused: bool = False, **options: Any) -> None:
+        layers = layers or (DelayedBlock(is_fused=is_fused), Block(), DelayedBlock(is_fused=is_fused))
         options = {"main_grad": True, "guard": capturing} | options
         options["steps"] = lambda layers: [SiteSpec(name="layer", module=layer) for layer in layers]
         super().__init__(device, layers, **options)
@@ -206,7 +204,7 @@ def test_nothing_enters_the_slot_of_an_unfinished_site_which_is_free_once_it_is_
 
 def test_finishing_twice_too_early_or_for_another_micro_batch(device: str) -> None:
     """Each is an error, which changes nothing."""
-    pair = DelayedPair(device, [DelayedBlock()], num_slots=2)
+    pair = DelayedPair(device, DelayedBlock(), num_slots=2)
     (*both, grad), other = pair.both(), pair.both(scale=8.0)
     with pytest.raises(RuntimeError, match="site 0, slot 0, was asked to finish before the backward"):
         both[0].finish(0)
@@ -224,7 +222,7 @@ def test_finishing_twice_too_early_or_for_another_micro_batch(device: str) -> No
 
 def test_what_is_never_finished_is_named(device: str) -> None:
     """Before the next micro-batch, once; not if somebody has asked what there is."""
-    pair = DelayedPair(device, [DelayedBlock()])
+    pair = DelayedPair(device, DelayedBlock())
     never = "the backward of site 0 in slot 0 was never finished: gradients are missing"
     pair.fly_back()
     with pytest.raises(RuntimeError, match=never), pair.bank.micro_batch("train"):
@@ -254,7 +252,7 @@ def test_gradients_are_told_of_when_they_are_there(device: str) -> None:
 
 def test_what_cannot_be_finished_any_more(device: str) -> None:
     """Its output was dropped, its input written, a setting changed, or the bank was released."""
-    pair = DelayedPair(device, [DelayedBlock()])
+    pair = DelayedPair(device, DelayedBlock())
 
     def check(said: str) -> None:
         with pytest.raises(RuntimeError, match=said):
@@ -284,7 +282,7 @@ def test_what_cannot_be_finished_any_more(device: str) -> None:
 
 def test_a_product_that_fails_or_has_no_main_grad(device: str) -> None:
     """In the capture its site stays eager, and nothing is left of it. On the host a replay can fail, too."""
-    pair = DelayedPair(device, [DelayedBlock(), DelayedBlock()])
+    pair = DelayedPair(device, DelayedBlock(), DelayedBlock())
     if device == "cpu":
         flight = pair.fly_back(1)
         pair.layers[1].fails = True
@@ -298,7 +296,7 @@ def test_a_product_that_fails_or_has_no_main_grad(device: str) -> None:
     assert "RuntimeError: no product today" in pair.failure(1, EagerReason.CAPTURE_FAILED)
     assert not any(linear.wgrad_store.context.qsize() for linear in pair.linears(pair.layers))
     assert all(param.grad is None for param in pair.params())
-    pair = DelayedPair(device, [DelayedBlock()], main_grad=False)
+    pair = DelayedPair(device, DelayedBlock(), main_grad=False)
     assert "expected main_grad of up.weight" in pair.failure(0, EagerReason.CAPTURE_FAILED)
 
 
@@ -314,7 +312,7 @@ def test_verification_compares_what_comes_late_and_leaves_no_trace(device: str, 
 
 
 def test_verification_finds_a_product_that_is_another_one(device: str) -> None:
-    pair = DelayedPair(device, [DelayedBlock(), DelayedBlock()])
+    pair = DelayedPair(device, DelayedBlock(), DelayedBlock())
     site, calls = pair.bank.specs[1], itertools.count()
 
     def doubled(layer: DelayedBlock) -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU alone has: memory that slots share or that is lent, streams, and a launch queue.
-
 Slots share what is temporary in each pass: csrc/torch/pass_memory.h, Note [Scratch].
 """
 
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -310,33 +310,26 @@ SLEEP_CYCLES = 4_000_000_000  # some two seconds: the queue fills meanwhile
 WAITED_SECONDS = 0.2
 
 
-class Loader(threading.Thread):
-    """Counts, as a thread that loads data would work."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.count = 0
-        self.is_over = False
-
-    def run(self) -> None:
-        while not self.is_over:
-            self.count += 1
-
-
 @pytest.fixture
-def loader() -> Iterator[Loader]:
-    before = sys.getswitchinterval()
+def loader() -> Iterator[SimpleNamespace]:
+    """Counts, as a thread that loads data would work."""
+    work, before = SimpleNamespace(count=0, is_over=False), sys.getswitchinterval()
+
+    def count() -> None:
+        while not work.is_over:
+            work.count += 1
+
     sys.setswitchinterval(1e-4)  # or each of the calls that fill the queue would wait 5 ms for the GIL
-    thread = Loader()
+    thread = threading.Thread(target=count, daemon=True)
     thread.start()
-    yield thread
-    thread.is_over = True
+    yield work
+    work.is_over = True
     thread.join()
     sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["without gradients", "with gradients"])
-def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loader, training: bool) -> None:
+def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Any, training: bool) -> None:
     """Bug: the GIL was held, and data loaders stood still as long as the GPU was behind."""
     layers = [layer.cuda() for layer in blocks(SITES)]
     bank = Bank(layers, "cuda")  # one that poisons freed slots would wait there
@@ -453,10 +446,8 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
 
 
 def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
-    """No bug so far: `torch.compile` frees every cuBLAS workspace where it asks for graphs of its own.
-
-    Graphs hold the addresses of theirs; a replay must neither read what is there now nor write to it.
-    """
+    """No bug so far: `torch.compile` frees every cuBLAS workspace where it asks for graphs of its own. Graphs
+    hold the addresses of theirs; a replay must neither read what is there now nor write to it."""
     layers = products()
     bank, held, x = captured_wide(layers), [], wide_input()
     want = run_wide(layers, x)

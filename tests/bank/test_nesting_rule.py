@@ -160,10 +160,8 @@ class Overwritten(AssertionError):
 
 
 class Replay:
-    """Replays passes; remembers which sites wait for a backward, which reads what its forward has saved.
-
-    `held` are outputs and gradients that somebody else may still read.
-    """
+    """Replays passes; remembers which sites wait for a backward, which reads what its forward has saved. What
+    is `held` are outputs and gradients that somebody else may still read."""
 
     def __init__(self, graphs: Graphs) -> None:
         self.of, self.gaps = graphs.of, graphs.gaps

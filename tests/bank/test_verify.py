@@ -268,7 +268,6 @@ def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
 @pytest.mark.parametrize("growth", [1e4, 1.0])
 def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device: str, growth: float) -> None:
     """Bug: with parts between sites that stay eager they overflowed, and were infinite on both ways."""
-
     grows = Applies(lambda hidden: hidden * growth - hidden.detach() * (growth - 1))
     found = verified([Baked(2.5), *[grows] * 12], device).differences
     assert "gradient of the input" in {it.tensor for it in found}

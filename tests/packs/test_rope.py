@@ -4,6 +4,7 @@ beside Megatron's own unfused path, and by each head alone."""
 
 import gc
 import itertools
+import operator
 import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -375,16 +376,12 @@ def test_many_heads_have_the_bits_of_each(device: str, layout: str, dim: int, he
 
 def test_tables_are_made_once_for_each_frequencies_dtype_and_mscale() -> None:
     tables, both = RotaryTables(), [frequencies(), frequencies()]
-    seen: dict[int, tuple[object, ...]] = {}
-    keys = list(itertools.product(range(2), (torch.float32, torch.bfloat16), (1.0, 1.2)))
-    for index, dtype, mscale in keys * 2:
-        cos, sin = tables.tables(both[index], dtype, mscale)
-        for table in (cos, sin):
-            assert seen.setdefault(id(table), (index, dtype, mscale, table)) == (index, dtype, mscale, table)
-    assert len(seen) == 2 * len(keys)
-    made = tables.tables(both[0], torch.float32, 1.0)[0]
-    assert tables.tables(both[0], torch.float32, 1.0)[0] is made
-    assert RotaryTables().tables(both[0], torch.float32, 1.0)[0] is not made
+    keys = [*itertools.product(range(2), (torch.float32, torch.bfloat16), (1.0, 1.2))]
+    once, again = (
+        [table for index, *of in keys for table in tables.tables(both[index], *of)] for _ in range(2)
+    )
+    assert all(map(operator.is_, once, again)) and len({*map(id, once)}) == 2 * len(keys)
+    assert RotaryTables().tables(both[0], torch.float32, 1.0)[0] is not once[0]
 
 
 def test_views_of_frequencies_share_tables_by_their_place() -> None:

@@ -26,17 +26,6 @@ def inputs(rows: int, heads: int, groups: int, dim: int, device: str, keys: int 
     return [torch.randn(*shape, dim, device=device).to(DTYPE[device]) for shape in shapes]
 
 
-def seen_keys(queries: list[int], keys: list[int], *, causal: bool) -> Tensor:
-    """Which query sees which key, bool [queries, keys]: of its own document, the last query all of them."""
-    mask = torch.zeros(sum(queries), sum(keys), dtype=torch.bool)
-    row = column = 0
-    for count, seen in zip(queries, keys, strict=True):
-        block = torch.ones(count, seen, dtype=torch.bool)
-        mask[row : row + count, column : column + seen] = block.tril(seen - count) if causal else block
-        row, column = row + count, column + seen
-    return mask
-
-
 def in_float64(
     tensors: list[Tensor], queries: list[int], keys: Keys = None, *, causal: bool = True, **how: Any
 ) -> list[Tensor]:
@@ -45,7 +34,11 @@ def in_float64(
     ends = (sum(queries), sum(keys), sum(keys), sum(queries))
     cut = (t.detach()[:end].cpu().double() for t, end in zip(tensors, ends, strict=True))
     *leaves, grad = (t.requires_grad_() for t in cut)
-    mask = seen_keys(queries, keys, causal=causal)
+    # Which query sees which key: of its own document, the last query all of them.
+    seen = (
+        torch.ones(of_query, of_key, dtype=torch.bool) for of_query, of_key in zip(queries, keys, strict=True)
+    )
+    mask = torch.block_diag(*(it.tril(it.size(1) - it.size(0)) if causal else it for it in seen))
     heads_first = (leaf[None].transpose(1, 2) for leaf in leaves)
     attended = scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True, **how)
     out = attended[0].transpose(0, 1)
