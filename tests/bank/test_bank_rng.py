@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random streams: a replay advances them as eager does, a capture and a verification not at all.
-
 Regions that run again in the backward pass have the forward's numbers, or stay eager if they draw.
 """
 

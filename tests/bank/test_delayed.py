@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """A third pass: what a site's backward leaves to be done later, in graphs of its own.
-
 Sites run one by one, each with a leaf in front of it, as nodes of a plan do.
 """
 
