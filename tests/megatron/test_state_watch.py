@@ -32,23 +32,26 @@ class Layer(nn.Module):
 
 
 def watch_of(
-    modules: Sequence[nn.Module],
+    *modules: nn.Module,
     left_out: Sequence[str] = (),
-    keys: Sequence[Callable[[], Any]] = (),
+    is_expected: Callable[[Any], bool] = lambda _hook: False,
     device: str = "cpu",
 ) -> _C.StateWatch:
     references = [weakref.ref(child) for module in modules for child in module.modules()]
-    watch = _C.StateWatch(
-        references, weakref.ref(modules[0]), left_out, lambda _: False, torch.device(device)
-    )
-    watch.set_keys(list(keys))
-    return watch
+    return _C.StateWatch(references, weakref.ref(modules[0]), left_out, is_expected, torch.device(device))
+
+
+def raises(*_given: Any) -> Any:
+    raise KeyError("from the caller")
+
+
+raising = partial(pytest.raises, KeyError, match="from the caller")
 
 
 def test_an_address_that_is_used_again_is_another_object() -> None:
     """A patched forward that has gone, and the next one, which lies where it lay."""
     layer = Layer()
-    watch = watch_of([layer])
+    watch = watch_of(layer)
     before, seen, addresses = watch.now(False), set(), set()
     for _ in range(50):
         layer.forward = lambda hidden: hidden
@@ -84,7 +87,7 @@ class Slotted:
 def test_objects_without_weak_references_are_told_apart(make: Callable[[int], Any], count: int) -> None:
     """Bug: an address that came again was the object of before."""
     layer = Layer()
-    watch, seen = watch_of([layer]), set()
+    watch, seen = watch_of(layer), set()
     for index in range(50):
         layer.scale = make(index)
         seen.add(watch.now(True))
@@ -97,7 +100,7 @@ def test_the_watch_holds_nothing_that_refers_to_others() -> None:
     gone = weakref.ref(held)
     layer.scale = Slotted(held)
     held.owner = layer.scale  # and the other way round
-    watch_of([layer]).now(True)
+    watch_of(layer).now(True)
     del layer, held
     gc.collect()
     assert gone() is None
@@ -107,34 +110,8 @@ def test_an_event_of_cuda_is_not_referred_to_weakly() -> None:
     """Bug: its end leaves weak references as they are, and the process died once one of them was freed."""
     layer = Layer()
     layer.scale = torch.cuda.streams.Event()  # which needs no GPU before it is recorded
-    watch_of([layer]).now(True)
+    watch_of(layer).now(True)
     assert weakref.getweakrefcount(layer.scale) == 0
-
-
-def test_containers_that_know_each_other_are_read_in_time() -> None:
-    """Bug: along all paths of eight steps."""
-    layer = Layer()
-    known = [{} for _ in range(24)]
-    for it in known:
-        it.update(enumerate(known))
-    layer.names = known[0]
-    watch = watch_of([layer])
-    before = watch.now(True)
-    known[-1]["more"] = 1
-    assert watch.now(True) != before
-    del known[-1]["more"]
-    assert watch.now(True) == before
-
-
-def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
-    layer: Any = Layer()
-    layer.table = {"inner": {"scale": 1.0}}
-    watch = watch_of([layer])
-    before, inner = watch.now(True), layer.table["inner"]
-    layer.table["inner"] = {"scale": 1.0}
-    assert watch.now(False) == before
-    inner["scale"] = 3.0  # nobody's by now
-    assert watch.now(False) == before
 
 
 @dataclass
@@ -149,11 +126,22 @@ class Initialization:
 CAN_TELL = sys.version_info >= (3, 12)  # changes of dictionaries
 
 
+def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
+    layer: Any = Layer()
+    layer.table = {"inner": (inner := {"scale": 1.0})}
+    watch = watch_of(layer)
+    before = watch.now(True)
+    layer.table["inner"] = {"scale": 1.0}
+    assert watch.now(False) == before
+    inner["scale"] = 3.0  # nobody's by now
+    assert watch.now(False) == before
+
+
 def test_a_dataclass_in_a_dictionary_is_followed_as_long_as_it_is_there() -> None:
     layer: Any = Layer()
     metas = {name: Initialization(function=dict) for name in "ab"}
     layer.table = {**metas}
-    watch = watch_of([layer])
+    watch = watch_of(layer)
     before = watch.now(True)
     layer.table["a"] = Initialization(function=dict)
     assert (other := watch.now(True)) != before
@@ -166,23 +154,11 @@ def test_a_dataclass_in_a_dictionary_is_followed_as_long_as_it_is_there() -> Non
 
 def test_an_error_halfway_leaves_no_stale_hash() -> None:
     layer = Layer()
-    is_broken = False
-
-    def is_expected(hook: Any) -> bool:
-        if is_broken:
-            raise KeyError("from the caller")
-        return False
-
-    references = [weakref.ref(child) for child in layer.modules()]
-    watch = _C.StateWatch(references, weakref.ref(layer), [], is_expected)
+    watch = watch_of(layer, is_expected=raises)
     before = watch.now(True)
     layer.scale = 2.0  # of the module that is read first
-    handle = layer.inner.register_forward_hook(lambda *_: None)
-    is_broken = True
-    with pytest.raises(KeyError, match="from the caller"):
+    with layer.inner.register_forward_hook(lambda *_: None), raising():
         watch.now(False)
-    is_broken = False
-    handle.remove()
     assert watch.now(False) != before
     layer.scale = 1.0
     assert watch.now(False) == before
@@ -336,8 +312,8 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
 
 def check(layer: Any, do: Do, undo: Do, is_seen_at_once: bool = True) -> None:
     """A change of a layer is another state, and taken back the same one."""
-    modules = [layer, nn.Identity()]  # kept: for one that is gone each call looks at everything
-    watch = watch_of(modules, left_out=["counter"])
+    other = nn.Identity()  # kept: for one that is gone each call looks at everything
+    watch = watch_of(layer, other, left_out=["counter"])
     before = watch.now(True)
     layer.counter += 1  # which is left out
     assert watch.now(True) == before
@@ -362,7 +338,7 @@ def test_a_change_is_another_state_and_taken_back_the_same_one(what: str, monkey
 def test_a_class_that_a_module_is_given_is_followed_from_then_on() -> None:
     layer = Lower()
     del layer.scripted
-    watch = watch_of([layer])
+    watch = watch_of(layer)
     watch.now(True)
     layer.__class__, layer.scale = Lowest, 2.0
     watch.now(False)  # which reads it for its other value
@@ -372,30 +348,40 @@ def test_a_class_that_a_module_is_given_is_followed_from_then_on() -> None:
     del Lowest.gain
 
 
-class Moody(str):
-    """A text whose hash may fail."""
+def test_containers_that_know_each_other_are_read_in_time() -> None:
+    """Bug: along all paths of eight steps."""
+    layer, known = Layer(), [{} for _ in range(24)]
+    for it in known:
+        it.update(enumerate(known))
+    layer.names = known[0]
+    check(layer, lambda _: known[-1].update(more=1), lambda _: known[-1].pop("more"))
 
-    fails = True
+
+class Name(str):
+    """A value that is hashed by Python, where another thread may have its turn, or an error its way."""
+
+    meanwhile: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
     def __hash__(self) -> int:
-        if self.fails:
-            raise KeyError("from the caller")
-        return super().__hash__()
+        type(self).meanwhile()
+        return 1
+
+    __eq__ = str.__eq__
 
 
 def test_an_object_that_could_not_be_read_to_its_end_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what had been read before the error stayed, and nothing told of the rest."""
     layer = Layer()
-    watch = watch_of([layer])
+    watch = watch_of(layer)
     before = watch.now(True)
-    layer.note = Moody("a")
-    with pytest.raises(KeyError, match="from the caller"):
+    layer.note = Name("a")
+    with monkeypatch.context() as patch, raising():
+        patch.setattr(Name, "meanwhile", raises)
         watch.now(True)
-    monkeypatch.setattr(Moody, "fails", False)
     with_note = watch.now(True)
     layer.names.append("b")
-    assert len({before, with_note, watch.now(True), watch_of([layer]).now(True)}) == 3
-    assert watch.now(True) == watch_of([layer]).now(True)
+    assert len({before, with_note, watch.now(True), watch_of(layer).now(True)}) == 3
+    assert watch.now(True) == watch_of(layer).now(True)
 
 
 class Choice(enum.Enum):
@@ -428,7 +414,7 @@ def test_an_object_is_no_configuration_where_its_attribute_does_not_say_so(
 ) -> None:
     layer, options = Layer(), make()
     setattr(layer, name, options)
-    watch = watch_of([layer])
+    watch = watch_of(layer)
     before = watch.now(True)
     options.scale = 2.0
     assert watch.now(False) == watch.now(True) == before
@@ -437,25 +423,22 @@ def test_an_object_is_no_configuration_where_its_attribute_does_not_say_so(
 
 
 def test_functions_of_the_caller_are_asked_each_time() -> None:
-    values: list[Any] = [1]
-    watch = watch_of([Layer()], keys=[lambda: values[-1]])
-    seen = {}
+    layer, values, seen = Layer(), list[Any](), set()
+    watch = watch_of(layer)
+    watch.set_keys([lambda: values[-1]])
     for value in (1, 2, 1.0, "1", (1, 2), None, True):
         values.append(value)
-        seen[watch.now(False)] = value
+        seen.add(watch.now(False))
         assert watch.now(False) == watch.now(True)
     assert len(seen) == 7
-
-    def raises() -> None:
-        raise KeyError("from the caller")
-
-    with pytest.raises(KeyError, match="from the caller"):
-        watch_of([Layer()], keys=[raises]).now(False)
+    watch.set_keys([raises])
+    with raising():
+        watch.now(False)
 
 
 def test_modules_that_are_gone_are_no_error_and_are_not_kept() -> None:
     layers = [Layer(), Layer()]
-    watch = watch_of(layers)
+    watch = watch_of(*layers)
     before, gone = watch.now(True), weakref.ref(layers[1])
     del layers[1]
     gc.collect()
@@ -468,22 +451,10 @@ def test_a_buffer_is_followed_whatever_attributes_of_its_name_are() -> None:
     """Bug: from Python 3.12 on nothing told of another one if attributes of its name are left out."""
     layer = Layer()
     layer.register_buffer("table", torch.ones(1))
-    watch = watch_of([layer], left_out=["table"])
+    watch = watch_of(layer, left_out=["table"])
     before = watch.now(True)
     layer.table = torch.ones(1, requires_grad=True)
     assert watch.now(True) != before
-
-
-class Name(str):
-    """A value that is hashed by Python, where another thread may have its turn."""
-
-    meanwhile: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
-
-    def __hash__(self) -> int:
-        type(self).meanwhile()
-        return 1
-
-    __eq__ = str.__eq__
 
 
 @pytest.mark.parametrize("what", ["a list", "a module"])
@@ -491,7 +462,7 @@ def test_what_goes_while_others_are_read_is_read_no_more(what: str, monkeypatch:
     """Bug: it was read behind its end, and the process died."""
     layers = [Layer(), Layer(), Layer()]
     layers[1].scale = [Name("a")]
-    watch = watch_of(layers)
+    watch = watch_of(*layers)
     before = watch.now(True)
 
     def meanwhile() -> None:
@@ -500,9 +471,9 @@ def test_what_goes_while_others_are_read_is_read_no_more(what: str, monkeypatch:
         for layer in layers:
             layer.names = None
 
-    monkeypatch.setattr(Name, "meanwhile", staticmethod(meanwhile))
-    now = watch.now(True)
-    monkeypatch.setattr(Name, "meanwhile", staticmethod(lambda: None))
+    with monkeypatch.context() as patch:
+        patch.setattr(Name, "meanwhile", staticmethod(meanwhile))
+        now = watch.now(True)
     assert watch.now(True) == now != before
 
 
@@ -512,7 +483,7 @@ def test_every_value_has_a_name_and_words_and_one_that_holds_itself_ends() -> No
     layer.note = "\u00e9" * 100
     layer.loop = [layer.names]
     layer.loop.append(layer.loop)
-    watch = watch_of([layer])
+    watch = watch_of(layer)
     assert watch.now(True) == watch.now(True)
     items = {(index, name): words for index, name, _hash, words in watch.items()}
     assert items[0, "scale"] == "1.0" and items[1, "in_features"] == "3"
@@ -526,7 +497,7 @@ def test_a_scalar_on_the_host_is_its_number_beside_graphs_on_a_device(device: st
     """Bug: kernels take its value, and a write in place was none. Graphs on the host read its memory."""
     layer, scale, table = Layer(), torch.tensor(2.0), torch.tensor([2.0])
     layer.scale, layer.table = scale, table
-    watch = watch_of([layer], device=device)
+    watch = watch_of(layer, device=device)
     before = watch.now(True)
     scale.fill_(3.0)
     assert (watch.now(True) != before) is is_part
