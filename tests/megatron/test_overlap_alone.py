@@ -49,6 +49,8 @@ from megagraph.reasons import EagerReason
 
 pytestmark = pytest.mark.both
 
+BOTH = ("attn", "moe_router")
+PERMUTES = (*BOTH, "moe_preprocess")
 FEW = 5  # each number of micro-batches behind each other one
 STEPS = 9 if rig.ON_GPU else FEW  # more than twice all of them, where streams race
 BREAKS = 2  # of these the one that raises, or before which something changes
@@ -83,12 +85,11 @@ def test_overlap_has_the_bits_of_no_overlap(
 @needs_sorting
 def test_rows_that_were_dispatched_give_their_memory_back() -> None:
     """Nodes keep all else; and these too, where Megatron's own graphs would have made them."""
-    scopes = ("attn", "moe_router", "moe_preprocess")
-    compare(steps_of(STEPS, masks=True), scopes)
+    compare(steps_of(STEPS, masks=True), PERMUTES)
     chunk: Any = OverlapTrainer(overlaps=True).chunk
     for named, transient in ((), [0, 1]), (["moe_preprocess"], []):
         chunk.config.cuda_graph_modules = named
-        plan = BlockPlan(chunk.decoder, scopes)
+        plan = BlockPlan(chunk.decoder, PERMUTES)
         assert [[*spec.transient] for spec in plan.specs] == [transient] * CALLS
 
 
@@ -104,9 +105,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention recomputed": moe_rig.recompute("core_attn"),  # overlap refuses `moe` alone
     "attention whose backward comes sooner": {"around": sooner},
 }
-
-
-BOTH = ("attn", "moe_router")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ def test_slots_share_what_is_dispatched_beside_experts_alone_and_a_forward_of_a_
     """A dense layer's backward of attention, if it comes sooner, waits for nobody who reads it. A plan would
     not run such a forward."""
     chunk = OverlapTrainer(kinds, overlaps=True).chunk
-    plan = BlockPlan(chunk.decoder, ("attn", "moe_router"))
+    plan = BlockPlan(chunk.decoder, BOTH)
     assert plan.facing() == ([[0, 1], [2, 1]], kinds == "EE")  # the memory of one slot, and of one layer
     for layer in chunk.decoder.layers:
         layer.forward = partial(layer.forward)
@@ -142,7 +140,7 @@ def test_slots_share_what_is_dispatched_beside_experts_alone_and_a_forward_of_a_
 def test_dense_layers_follow_attention(scopes: tuple[str, ...]) -> None:
     """Bug: the MLP of a dense layer was named as well, which runs in a node of its own."""
     report = compare(steps_of(4, fills=False), scopes, kinds="-E")
-    assert report["cuda_graph_modules"] == [*(scopes or ("attn", "moe_router"))]
+    assert report["cuda_graph_modules"] == [*(scopes or BOTH)]
     assert report["layers"] == (1 if scopes else 2)
 
 
@@ -153,14 +151,14 @@ def test_packs_below_their_capacity_have_its_bits() -> None:
     assert_same_bits(*(train(steps, mode) for mode in ("eager", "graph")))
 
 
-def compared_while(act: Act, *, is_of_graphs: bool = False) -> dict[str, Any]:
+def compared_while(act: Act, *, also_eager: bool = False) -> dict[str, Any]:
     """Trains eager and graphed, and with something done around the last steps. Returns the graphed report."""
     steps = steps_of(FEW, fills=False, masks=True)
 
     def around(trainer: Any, index: int) -> contextlib.AbstractContextManager[Any]:
         return act(trainer) if index >= BREAKS else contextlib.nullcontext()
 
-    eager = train_eager(steps, **({} if is_of_graphs else {"around": around}))
+    eager = train_eager(steps, **({"around": around} if also_eager else {}))
     graphed = train(steps, "graph", around=around)
     assert_same_bits(eager, graphed)
     graphed.report["changed"] = sum(map(len, steps[BREAKS:])) * CALLS
@@ -181,7 +179,7 @@ def test_another_rotary_table_of_the_models_runs_as_given_until_graphs_are_made_
         ask = rotary.forward
         return mock.patch.object(rotary, "forward", lambda *args, **given: 2 * ask(*args, **given))
 
-    report = compared_while(scaled)
+    report = compared_while(scaled, also_eager=True)
     assert 0 < report["eager"]["SIGNATURE_CHANGED"] < report["changed"]
 
 
@@ -198,7 +196,7 @@ def test_a_micro_batch_that_replays_nothing_though_it_has_graphs_is_a_failure() 
         with mock.patch.object(bank, "sites", [count] * CALLS):
             yield
 
-    report = compared_while(without_graphs, is_of_graphs=True)
+    report = compared_while(without_graphs)
     assert report["failures"] == ["a plan's micro-batch has graphs, and replayed none"]
     assert report["eager"]["NESTING"] == report["changed"]
 
@@ -237,11 +235,8 @@ def test_what_a_graph_has_staged_of_a_layer_before_it_is_freed_unless_somebody_s
         return is_free
 
     steps = steps_of(FEW)
-    eager = train_eager(steps, engine=engine)
     monkeypatch.setattr(plans, "free_if_unread", noted)
-    graphed = train(steps, "graph", engine=engine)
-    assert_same_bits(eager, graphed)
-    check_calls(graphed.report, "graph", sum(map(len, steps)))
+    compare(steps, engine=engine)
     assert freed == [not saves] * (sum(map(len, steps)) - COUNTS[0]) * (CALLS - 1)
 
 
@@ -307,16 +302,21 @@ def busy(kind: str) -> contextlib.AbstractContextManager[None]:
     return in_nodes(act) if kind else contextlib.nullcontext()
 
 
+def compare_late(count: int, kind: str, scopes: tuple[str, ...], poison: bool, **given: Any) -> None:
+    micros = steps_of(count, masks=True)
+    eager = train(micros, "eager", overlaps=False)
+    with busy(kind):
+        plugin = {"cuda_graph_modules": scopes, "poison": poison}
+        graphed = train(micros, "graph", plugin=plugin, **given)
+    assert_same_bits(eager, graphed)
+    check_calls(graphed.report, "graph", sum(map(len, micros)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [40, pytest.param(2000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", BUSY)
 def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
-    micros = steps_of(steps, masks=True)
-    eager = train(micros, "eager", overlaps=False)
-    with busy(kind):
-        graphed = train(micros, "graph", plugin={"poison": True})
-    assert_same_bits(eager, graphed)
-    check_calls(graphed.report, "graph", sum(map(len, micros)))
+    compare_late(steps, kind, BOTH, poison=True)
 
 
 @needs_sorting
@@ -328,13 +328,7 @@ def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
 def test_what_a_late_dispatch_reads_is_there_though_both_slots_use_that_memory(
     poison: bool, kind: str, is_sooner: bool
 ) -> None:
-    micros, scopes = steps_of(STEPS, masks=True), ("attn", "moe_router", "moe_preprocess")
-    eager = train(micros, "eager", overlaps=False)
-    with busy(kind):
-        plugin = {"cuda_graph_modules": scopes, "poison": poison}
-        graphed = train(micros, "graph", plugin=plugin, **({"around": sooner} if is_sooner else {}))
-    assert_same_bits(eager, graphed)
-    check_calls(graphed.report, "graph", sum(map(len, micros)))
+    compare_late(STEPS, kind, PERMUTES, poison, **({"around": sooner} if is_sooner else {}))
 
 
 @pytest.mark.gpu
