@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that end in an error: what they leave is freed, or named, and later steps have the bits of eager."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,24 +11,27 @@ import megatron_rig as rig
 import moe_rig
 import pytest
 from same_bits import assert_same_bits
-from torch import Tensor
 
 from megagraph.demo.trainer import Trainer
 
 
 class Broken(Exception):
-    """Of a forward step; keeps what it was given, and itself."""
+    """What the host's code raises; keeps what that was given, and itself."""
 
-    def __init__(self, losses: Tensor) -> None:
+    def __init__(self, *given: Any, **_named: Any) -> None:
         super().__init__("of this step")
-        self.losses, self.me = losses, self
+        self.given, self.me = given, self
+
+
+def _fail(*args: Any, **kwargs: Any) -> None:
+    raise Broken(*args, **kwargs)
 
 
 def _broken_step(trainer: Trainer) -> Broken:
     """Raises between the forward and the backward of a micro-batch. Returns the error, without its frames."""
 
     def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
-        raise Broken(rig.forward(chunk, next(data), trainer.device)[0])
+        _fail(rig.forward(chunk, next(data), trainer.device)[0])
 
     trainer.zero_grad()
     with pytest.raises(Broken) as error:
@@ -39,53 +43,39 @@ def _broken_step(trainer: Trainer) -> Broken:
 
 def _broken_call(trainer: Trainer) -> None:
     """Raises behind the layers of a call outside of any schedule."""
-
-    def fail(hidden: Tensor, *_args: Any, **_kwargs: Any) -> None:
-        raise Broken(hidden)
-
     trainer.zero_grad()
-    with mock.patch.object(trainer.chunk.output_layer, "_call_impl", fail), pytest.raises(Broken):
+    with mock.patch.object(trainer.chunk.output_layer, "_call_impl", _fail), pytest.raises(Broken):
         rig.forward(trainer.model, rig.ONE, trainer.device)
 
 
+def _broken_layer(trainer: Trainer) -> None:
+    with mock.patch.object(trainer.chunk.decoder.layers[1].mlp, "_call_impl", _fail), pytest.raises(Broken):
+        rig.step(trainer, [rig.ONE])
+
+
+EXPERTS = {"make": moe_rig.ExpertTrainer, "kinds": "E-", **moe_rig.CASES["shared experts"]}
+
+
+@pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(
-    ("scopes", "broken"),
-    [((), _broken_call), ((), _broken_step), (("attn",), _broken_step), (("mlp",), _broken_call)],
+    ("scopes", "broken", "model"),
+    [
+        *(((), broken, {}) for broken in (_broken_call, _broken_step)),
+        *((("attn",), _broken_step, {}), (("mlp",), _broken_call, {})),
+        *((("attn", "moe_router"), broken, EXPERTS) for broken in (_broken_step, _broken_layer)),
+    ],
 )
-def test_what_is_garbage_is_collected_before_the_next_step(
-    scopes: tuple[str, ...], broken: Callable[[Trainer], object]
+def test_what_nobody_holds_of_a_step_that_raised_is_gone_before_the_next_one(
+    scopes: tuple[str, ...], broken: Callable[[Trainer], object], model: dict[str, Any]
 ) -> None:
-    """Bug: not after a call that raised outside of any schedule."""
-    pair = rig.Pair(plugin={"cuda_graph_modules": scopes})
+    """Bugs: garbage stayed after a call outside of any schedule, and what layers keep of a call for a step
+    longer: a slot stayed taken, and where graphs hold collectives that was an error."""
+    pair = rig.Pair(plugin={"cuda_graph_modules": scopes}, **model)
     pair.step(rig.ONE, rig.TWO, times=3)
     before = pair.report()["eager"]
     pair.each(broken)
+    rig.metrics()  # of their first micro-batches alone
     pair.step(rig.ONE, rig.TWO, times=2)
-    assert pair.report()["eager"] == before
-
-
-class GaveUp(RuntimeError):
-    """What the host's code raises."""
-
-
-@pytest.mark.parametrize("where", ["behind the layers", "in a layer"])
-def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: rig.Install, where: str) -> None:
-    """Bug: the slot stayed taken, a step long, and where graphs hold collectives that was an error."""
-
-    def raise_in_layer(trainer: Trainer) -> None:
-        fail = mock.patch.object(trainer.chunk.decoder.layers[1].mlp, "_call_impl", side_effect=GaveUp)
-        with fail, pytest.raises(GaveUp):
-            rig.step(trainer, [rig.ONE])
-
-    install(cuda_graph_modules=("attn", "moe_router"))
-    rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        pair = rig.Pair(moe_rig.ExpertTrainer, kinds="E-", **moe_rig.CASES["shared experts"])
-        pair.step(rig.ONE, rig.TWO, times=3)
-        before = pair.report()["eager"]
-        pair.each(raise_in_layer if where == "in a layer" else _broken_step)
-        rig.metrics()  # of their first micro-batches alone
-        pair.step(rig.ONE, rig.TWO, times=2)
     assert pair.report()["eager"] == before
 
 
@@ -96,40 +86,27 @@ def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(pair: r
     assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS
     said = [text for text in caplog.messages if "a step that raised has left tensors" in text]
     assert len(said) == 1 and "pending backward of site" in said[0]
-    held.losses = held.me = None
+    held.given = held.me = None
     del held
     pair.step(rig.ONE, rig.TWO)
     assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS
 
 
+def _fails_second() -> Callable[..., None]:
+    calls = itertools.count(1)
+    return lambda *given: _fail(*given) if next(calls) == 2 else None
+
+
 def _raise_in_loss(trainer: Trainer) -> None:
     """In the loss function of the second of three micro-batches."""
-    seen: list[rig.Micro] = []
-
-    def forward_step(data: Iterator[rig.Micro], chunk: Any) -> tuple[Tensor, Any]:
-        seen.append(next(data))
-        losses, reduce = rig.forward(chunk, seen[-1], trainer.device)
-
-        def loss(output: Tensor) -> Any:
-            if len(seen) == 2:
-                raise GaveUp("in the loss")
-            return reduce(output)
-
-        return losses, loss
-
-    rig.run_schedule(trainer.model, forward_step, [rig.ONE, rig.TWO, rig.OTHER], 3)
+    mean_loss, fails = rig.mean_loss, _fails_second()
+    with mock.patch.object(rig, "mean_loss", lambda *it, **given: fails(*it) or mean_loss(*it, **given)):
+        rig.schedule(trainer.model, [rig.ONE, rig.TWO, rig.OTHER], 3, trainer.device)
 
 
 def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
     """In a hook of a parameter outside of the layers, in the second of three micro-batches."""
-    calls: list[Tensor] = []
-
-    def hook(grad: Tensor) -> None:
-        calls.append(grad)
-        if len(calls) == 2:
-            raise GaveUp("in the backward")
-
-    with trainer.chunk.get_parameter(of).register_hook(hook):
+    with trainer.chunk.get_parameter(of).register_hook(_fails_second()):
         rig.schedule(trainer.model, [rig.ONE, rig.TWO, rig.OTHER], 3, trainer.device)
 
 
@@ -151,7 +128,7 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
 
     def attempt(trainer: Trainer) -> rig.Step:
         trainer.zero_grad()
-        with pytest.raises(GaveUp):
+        with pytest.raises(Broken):
             broken(trainer)
         return rig.Step(losses=[], grads=rig.grads(trainer.chunk))
 
