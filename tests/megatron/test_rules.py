@@ -23,7 +23,6 @@ import megagraph
 from megagraph.demo.trainer import gpt_model, transformer_config
 from megagraph.megatron.graphs import refusals
 from megagraph.megatron.graphs.refusals import broken_rule, legal_scopes, refusal_of, scopes_of
-from megagraph.reasons import EagerReason
 
 pytestmark = pytest.mark.both
 
@@ -119,41 +118,33 @@ CASES = [
 IDS = [f"{case.rule} {' '.join(case.scopes) or 'whole'} {index}" for index, case in enumerate(CASES)]
 
 
-def config_of(case: Case, options: Config) -> Any:
-    """A real config of Megatron's, as its own checks leave it."""
-    often = {"E-": [1, 0], "EE": 1}
-    base = {**moe_rig.BASE, "moe_layer_freq": often[case.kinds]} if "E" in case.kinds else {}
-    return transformer_config(OPTIONS, **{**base, **options})
-
-
 def model_of(config: Any, kinds: str = "E-") -> Any:
     with moe_rig.experts_on_cpu():
         return gpt_model(OPTIONS, config, block_spec(kinds))
 
 
-class Models(dict[str, Any]):
-    """Models by the kinds of their layers, made when they are first asked for."""
-
-    def __missing__(self, kinds: str) -> Any:
-        if kinds == "--":
-            self[kinds] = gpt_model(OPTIONS, transformer_config(OPTIONS))
-        else:
-            self[kinds] = model_of(transformer_config(OPTIONS, **moe_rig.BASE), kinds)
-        return self[kinds]
+def model(kinds: str = "E-", **options: Any) -> Any:
+    """Of layers of these kinds, and of a real config of Megatron's, as its own checks leave it."""
+    options = {**(moe_rig.BASE if "E" in kinds else {}), **options}
+    made = model_of(transformer_config(OPTIONS, **{**options, "attention_dropout": 0.0}), kinds)
+    made.config = transformer_config(OPTIONS, **options)  # our attention is made without dropout
+    return made
 
 
-@pytest.fixture
-def models() -> Models:
-    return Models()
+def refused_by(rule: str, model: Any, scopes: Sequence[str], reason: str = "SCOPE_UNSUPPORTED") -> str:
+    """The sentence, which is that of the page."""
+    refusal = refusal_of(model, None, scopes)
+    *_rest, told = rows_of(SCOPES_PAGE, "rule")[rule]
+    assert refusal is not None and refusal.reason.name == reason and told.strip('"') in refusal.sentence
+    assert refusal.sentence.endswith(f" ({rule})")
+    return refusal.sentence
 
 
 def test_every_rule_has_a_case_and_a_row_of_the_page() -> None:
     kept = {name: told for name, (_broken_by, told, _sentence) in rows_of(SCOPES_PAGE, "rule").items()}
     numbers = [name for name in kept if name.startswith("R")]
     assert numbers == [f"R{number}" for number in range(7, 20)]
-    assert sorted([*numbers, *rows_of(SCOPES_PAGE, "other rule")]) == sorted(
-        f"R{number}" for number in range(1, 22)
-    )
+    assert sorted([*numbers, *rows_of(SCOPES_PAGE, "other rule")]) == sorted(f"R{it}" for it in range(1, 22))
     assert kept.pop("R13") == "the experts"  # which are not named then
     assert {*re.findall(r'"([RM]\d+)"', inspect.getsource(refusals))} == kept.keys()
     of_cases = [name for name in kept if name not in ("M2", "M3", "M4")]
@@ -162,38 +153,23 @@ def test_every_rule_has_a_case_and_a_row_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_a_rule_refuses_the_model_as_the_page_says_and_names_what_to_write(
-    case: Case, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if case.rule == "R19":  # which asks the layers
-        models = {case.kinds: model_of(config_of(case, case.options), case.kinds)}
-    model = models[case.kinds]
-    monkeypatch.setattr(model, "config", config_of(case, case.options))
-    refusal = refusal_of(model, None, case.scopes)
-    assert refusal is not None and case.words in refusal.sentence
-    assert refusal.sentence.endswith(f" ({case.rule})")
-    *_rest, told = rows_of(SCOPES_PAGE, "rule")[case.rule]
-    assert told.strip('"') in refusal.sentence
-    is_recompute = case.rule == "R14"
-    assert refusal.reason is (EagerReason.RECOMPUTING if is_recompute else EagerReason.SCOPE_UNSUPPORTED)
+def test_a_rule_refuses_the_model_as_the_page_says_and_names_what_to_write(case: Case) -> None:
+    often = {"E-": {"moe_layer_freq": [1, 0]}}.get(case.kinds, {})
+    reason = "RECOMPUTING" if case.rule == "R14" else "SCOPE_UNSUPPORTED"
+    broken = model(case.kinds, **{**often, **case.options})
+    assert case.words in refused_by(case.rule, broken, case.scopes, reason)
     for scopes, options in case.instead:
-        config = config_of(case, options)
-        model = model_of(config, case.kinds) if case.rule == "R19" else model
-        monkeypatch.setattr(model, "config", config)
-        assert refusal_of(model, None, scopes) is None, (scopes, options)
+        legal = model(case.kinds, **{**often, **options})
+        assert refusal_of(legal, None, scopes) is None, (scopes, options)
 
 
 @pytest.mark.parametrize("scopes", [(), ("mlp",), ("attn", "mlp", "moe_router")], ids=" ".join)
-def test_under_expert_overlap_nothing_is_graphed_behind_the_dispatch(
-    scopes: Sequence[str], models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = models["-E"]
-    assert refusal_of(model, None, scopes or ("attn",)) is None
-    monkeypatch.setattr(model.config, "overlap_moe_expert_parallel_comm", True)
-    refusal = refusal_of(model, None, scopes)
-    *_rest, told = rows_of(SCOPES_PAGE, "rule")["M4"]
-    assert refusal is not None and told.strip('"') in refusal.sentence and refusal.sentence.endswith("(M4)")
-    assert refusal_of(model, None, scopes_of(model, ())) is None
+def test_under_expert_overlap_nothing_is_graphed_behind_the_dispatch(scopes: Sequence[str]) -> None:
+    overlapped = model("-E")
+    assert refusal_of(overlapped, None, scopes or ("attn",)) is None
+    overlapped.config.overlap_moe_expert_parallel_comm = True
+    refused_by("M4", overlapped, scopes)
+    assert refusal_of(overlapped, None, scopes_of(overlapped, ())) is None
 
 
 def with_graphs(scopes: Sequence[str], options: Config) -> Any:
@@ -214,8 +190,7 @@ def test_rule_19_is_where_megatron_switches_recomputing_off(options: Config) -> 
     with_names = model_of(with_graphs(scopes, {**options, "cuda_graph_impl": "none"}))
     assert plain.decoder.layers[0].recompute_pre_mlp_layernorm
     assert not theirs.decoder.layers[0].recompute_pre_mlp_layernorm
-    refusal = refusal_of(plain, None, scopes)
-    assert refusal is not None and refusal.sentence.endswith("(R19)")
+    refused_by("R19", plain, scopes)
     assert set(scopes_of(with_names, ())) == set(scopes)
     assert refusal_of(with_names, None, scopes) is None
 
@@ -285,47 +260,45 @@ def test_rule_13_leaves_experts_eager_alone_if_nothing_is_named(case: str, insta
     assert report["eager"] == {"WARMING_UP": 2} and report["replays"] == 2 * 2
 
 
-def test_rules_10_and_13_ask_the_layers_too(models: dict[str, Any]) -> None:
+def test_rules_10_and_13_ask_the_layers_too() -> None:
     """A config may say that all layers have experts while a spec, or a hybrid's pattern, says otherwise."""
+    of_kinds = {kinds: model(kinds) for kinds in ("--", "E-", "EE")}
     for kinds, is_broken in (("E-", False), ("EE", True)):
-        model = models[kinds]
-        assert model.config.moe_layer_freq == 1
-        assert (refusal_of(model, None, ("attn", "mlp")) is not None) == is_broken
+        assert of_kinds[kinds].config.moe_layer_freq == 1
+        assert (refusal_of(of_kinds[kinds], None, ("attn", "mlp")) is not None) == is_broken
+    stage = of_kinds["EE"]
     of_stage = transformer_config(OPTIONS, **moe_rig.BASE, moe_layer_freq=[0, 1])
-    assert broken_rule(of_stage, ("attn", "mlp"), models["EE"].decoder.layers) is None
+    assert broken_rule(of_stage, ("attn", "mlp"), stage.decoder.layers) is None
     for config, kinds in ((moe_rig.BASE, "--"), (FULL_RECOMPUTE, "E-")):
         given = transformer_config(OPTIONS, **{**moe_rig.BASE, **config})
-        assert legal_scopes(given, models[kinds].decoder.layers) == ()
-    stage = models["EE"]
+        assert legal_scopes(given, of_kinds[kinds].decoder.layers) == ()
     assert [*legal_scopes(stage.config, stage.decoder.layers)] == ["attn", "moe_router"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_rule_m2_refuses_a_choice_of_experts_by_a_host(
-    when: str, install: Install, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rule_m2_refuses_a_choice_of_experts_by_a_host(when: str, install: Install, monkeypatch: Any) -> None:
     """In a graph it would choose as in the micro-batch of the capture, whatever it looks at."""
     if when == "after":
         install()
-    assert refusal_of(models["E-"], None, ("attn", "moe_router")) is None
+    of_experts = model()
+    assert refusal_of(of_experts, None, ROUTER) is None
     megatrons = router.topk_routing_with_score_function
     chosen = functools.wraps(megatrons)(lambda *args, **kwargs: megatrons(*args, **kwargs))
     with monkeypatch.context() as patched:
         patched.setattr(router, "topk_routing_with_score_function", chosen)
         if when == "before":
             install()
-        for scopes in (("attn", "moe_router"), ("moe_router",)):
-            refusal = refusal_of(models["E-"], None, scopes)
-            assert refusal is not None and refusal.sentence.endswith("(M2)")
-            assert "in place of Megatron; leave 'moe' and 'moe_router' out" in refusal.sentence
-        assert refusal_of(models["E-"], None, ("attn", "mlp")) is None
+        for scopes in (ROUTER, ("moe_router",)):
+            said = refused_by("M2", of_experts, scopes)
+            assert "in place of Megatron; leave 'moe' and 'moe_router' out" in said
+        assert refusal_of(of_experts, None, ("attn", "mlp")) is None
         megagraph.uninstall()
 
 
-def test_rule_m3_refuses_gradients_of_experts_that_are_made_apart(models: dict[str, Any]) -> None:
+def test_rule_m3_refuses_gradients_of_experts_that_are_made_apart() -> None:
     """By a config as it is: Megatron allows the option with Transformer Engine's experts only."""
     config = transformer_config(OPTIONS, **{**moe_rig.BASE, **PADS})
-    layers = models["E-"].decoder.layers
+    layers = model().decoder.layers
     assert broken_rule(config, ("attn", "moe"), layers) is None
     config.overlap_dispatch_backward_with_experts_wgrad = True
     _reason, sentence = broken_rule(config, ("attn", "moe"), layers) or pytest.fail("no rule is broken")
