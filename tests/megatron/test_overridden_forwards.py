@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_rig import LAYERS, ONE, OTHER, TWO, Install, Micro, Pair, evaluate, forward, hands, step
 from same_bits import assert_same_bits
-from state_changes import Probe
+from state_changes import Probe, scaled
 from torch import Tensor, nn
 
 import megagraph
@@ -37,7 +37,7 @@ def _handing_on(cls: Any) -> type:
     return Super
 
 
-SuperModel, SuperBlock, OwnSuperModel = (_handing_on(cls) for cls in (GPTModel, TransformerBlock, OwnModel))
+SuperModel, SuperBlock, OwnSuper = (_handing_on(cls) for cls in (GPTModel, TransformerBlock, OwnModel))
 
 
 class CallingModel(OwnModel):
@@ -56,13 +56,7 @@ class NamelessBlock(OwnBlock):
 
 @pytest.mark.parametrize(
     ("model", "block"),
-    [
-        (OwnModel, None),
-        (SuperModel, SuperBlock),
-        (OwnSuperModel, OwnBlock),
-        (CallingModel, OwnBlock),
-        (GPTModel, NamelessBlock),
-    ],
+    [(SuperModel, SuperBlock), (OwnSuper, OwnBlock), (CallingModel, OwnBlock), (GPTModel, NamelessBlock)],
 )
 def test_an_overridden_forward_replays_with_the_bits_of_eager(model: type, block: type | None) -> None:
     """Bug: such a model never entered, its calls were counted nowhere, and nothing was said."""
@@ -73,7 +67,7 @@ def test_an_overridden_forward_replays_with_the_bits_of_eager(model: type, block
 
 
 def test_what_is_entered_is_named_once_and_left_alone_and_called_itself_it_runs_as_given(
-    caplog: pytest.LogCaptureFixture,
+    caplog: Any,
 ) -> None:
     """Such a call passes no door: right, and counted nowhere."""
     before = {cls: vars(cls)["forward"] for cls in (OwnModel, OwnBlock)}
@@ -160,7 +154,7 @@ def test_a_stage_without_layers_runs_as_given(model: type, install: Install) -> 
 
 def test_arguments_whose_names_are_not_known_run_as_given(install: Install) -> None:
     install()
-    trainer = HostTrainer(OwnSuperModel)
+    trainer = HostTrainer(OwnSuper)
     step(trainer, [ONE], times=3)
     given, before = ONE.given(trainer.device), megagraph.reports()[0]
     with torch.no_grad():
@@ -179,12 +173,10 @@ class ShortModel(OwnModel):
         return self.compute_language_model_loss(labels, self.output_layer(out)[0])
 
 
-class RenamedBlock(OwnBlock):
+class RenamedBlock(NamelessBlock):
     def forward(self, hidden_states: Any, pack: Any, table: Any) -> Any:
-        hidden: Any = hidden_states
-        for layer in self.layers:
-            hidden, _ = layer(hidden, attention_mask=None, packed_seq_params=pack, rotary_pos_emb=table)
-        return self.final_layernorm(hidden)
+        given = {"packed_seq_params": pack, "rotary_pos_emb": table, "attention_mask": None}
+        return super().forward(hidden_states=hidden_states, **given)
 
 
 def test_a_block_without_the_parameters_of_megatrons_is_refused_by_name(caplog: Any) -> None:
@@ -266,17 +258,15 @@ class SometimesBlock(OwnBlock):
         return (TransformerBlock if self.training else OwnBlock).forward(self, *args, **kwargs)
 
 
+@torch.no_grad()
 def _enlarge(chunk: nn.Module) -> None:
     """So that positions show in the loss."""
-    with torch.no_grad():
-        for parameter in chunk.parameters():
-            parameter.mul_(20 if parameter.dim() == 2 else 1)
+    for parameter in chunk.parameters():
+        parameter.mul_(20 if parameter.dim() == 2 else 1)
 
 
 @pytest.mark.parametrize("model", [GPTModel, OwnModel])
-def test_a_call_that_passes_a_door_of_its_block_runs_on_the_pack_that_was_given(
-    model: type, install: Install
-) -> None:
+def test_a_call_that_passes_a_door_of_its_block_runs_on_the_given_pack(model: type, install: Install) -> None:
     """Bug: on that of the capacity, through which Megatron's RoPE counts on: other losses."""
     trainer = HostTrainer(model, SometimesBlock, prepare=_enlarge)
     (expected,) = evaluate(trainer, [FULL])
@@ -314,11 +304,7 @@ COMINGS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {
     },
     # Bug: it was gone with the instance's attribute, and nothing told it from one that was never set.
     "deleted": ("layer", _wrapped, lambda model: delattr(model, "forward")),
-    "put back": (
-        "layer",
-        _wrapped,
-        lambda model: setattr(model, "forward", type(model).forward.__get__(model)),
-    ),
+    "put back": ("layer", _wrapped, lambda it: setattr(it, "forward", type(it).forward.__get__(it))),
 }
 
 
@@ -384,65 +370,59 @@ def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs
 
 
 def _run_parts(
-    block: Any,
-    hidden_states: Any,
-    attention_mask: Any,
-    rotary_pos_emb: Any = None,
-    packed_seq_params: Any = None,
-    **further: Any,
+    block: Any, hidden_states: Any, attention_mask: Any, rotary_pos_emb: Any, packed_seq_params: Any, **_: Any
 ) -> Any:
     """Parts of its layers, and no layer."""
-    for layer in block.own_layers:
+    for layer in block.layers:
         out, bias = layer.mlp(hidden_states)
         hidden_states = hidden_states + out + bias
     return block.final_layernorm(hidden_states)
 
 
-@pytest.mark.parametrize("has_layers", [True, False])
-def test_a_block_that_a_host_takes_over_is_counted_and_replays_once_it_is_given_back(
-    has_layers: bool,
-) -> None:
-    """Bugs: calls of a block whose layers a host had taken away were counted nowhere; and a model that was
-    refused for a forward stayed so without it, kept its graphs, and was let go when memory moved."""
+def _move_memory(layers: Any) -> None:
+    weight = layers[0].mlp.linear_fc1.weight
+    weight.data = weight.data.clone()
+
+
+def test_a_block_that_a_host_takes_over_is_counted_and_replays_once_it_is_given_back() -> None:
+    """Bug: a model that was refused for a forward stayed so without it, kept its graphs, and was let go when
+    memory moved."""
     pair = host_pair()
     pair.step(FULL, times=3)
     replays = pair.report()["replays"]
     blocks = [trainer.chunk.decoder for trainer in pair.both]
     for block in blocks:
-        block.own_layers = [*block.layers]
         block.forward = types.MethodType(_run_parts, block)
-        if not has_layers:
-            block.layers = nn.ModuleList()
     pair.step(FULL, times=5)
     taken = pair.report()
     assert taken["replays"] == replays == 2 * LAYERS and taken["calls"] == 8 * LAYERS
-    assert taken["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS
-    assert ("some calls do not reach" if has_layers else "has no layers any more") in taken["failures"][0]
-    assert taken["graphs"] == 0
+    assert taken["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS and taken["graphs"] == 0
+    assert "some calls do not reach" in taken["failures"][0]
     for block in blocks:
-        weight = block.own_layers[0].mlp.linear_fc1.weight
-        weight.data = weight.data.clone()
+        _move_memory(block.layers)
     assert pair.costs(FULL) == {"SCOPE_UNSUPPORTED": LAYERS}
     assert pair.report()["failures"] == taken["failures"]
     for block in blocks:
         del block.forward
-        block.layers = nn.ModuleList(block.own_layers)
     pair.step(FULL, times=4)
     report = pair.report()
     assert report["replays"] >= replays + 2 * LAYERS and report["failures"] == []
 
 
 def test_a_block_replays_the_layers_that_it_is_given_back_and_needs_none_that_are_gone(pair: Pair) -> None:
+    """Bug: without its layers its calls were counted nowhere."""
     pair.step(ONE, times=3)
     taken = [nn.ModuleList() for _ in pair.both]
     for has_layers, is_last in ((False, False), (True, False), (False, True)):
         for index, block in enumerate(trainer.chunk.decoder for trainer in pair.both):
             taken[index], block.layers = block.layers, taken[index]
+            _move_memory(block.layers or taken[index])
         if is_last:
             taken.clear()
         assert pair.costs(ONE, times=2) == ({} if has_layers else {"SCOPE_UNSUPPORTED": 2 * LAYERS})
         report = pair.report()
-        assert len(report["failures"]) == (not has_layers) and bool(report["graphs"]) is has_layers
+        said = ["has no layers any more" in failure for failure in report["failures"]]
+        assert said == [True] * (not has_layers) and bool(report["graphs"]) is has_layers
 
 
 @pytest.mark.parametrize("scopes", [(), ("attn",), ("mlp",)], ids=str)
@@ -451,21 +431,14 @@ def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(scope
     and not what a host had set later."""
     pair = host_pair(GPTModel, OwnBlock, plugin={"cuda_graph_modules": scopes})
     pair.step(ONE)
-    forwards = []
-    for trainer in pair.both:
-        layer = trainer.chunk.decoder.layers[1]
-
-        def forward(*args: Any, _megatrons: Any = layer.forward, **kwargs: Any) -> Any:
-            out, context = _megatrons(*args, **kwargs)
-            return out * 1.5, context
-
-        layer.forward = forward
-        forwards.append(forward)
+    layers = [trainer.chunk.decoder.layers for trainer in pair.both]
+    forwards = [scaled(second.forward, lambda: 1.5) for _first, second in layers]
+    for (_first, second), scales in zip(layers, forwards, strict=True):
+        second.forward = scales
     for micro in (ONE, TWO, FULL):
         pair.step(micro)
-        for trainer, forward in zip(pair.both, forwards, strict=True):
-            first, second = trainer.chunk.decoder.layers
-            assert second.forward is forward and "forward" not in vars(first)
+        assert [second.forward for _first, second in layers] == forwards
+        assert all("forward" not in vars(first) for first, _second in layers)
     assert only(pair.report(), "WARMING_UP", "SCOPE_UNSUPPORTED" if scopes else "STATE_CHANGED")
 
 
