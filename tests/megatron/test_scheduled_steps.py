@@ -4,7 +4,7 @@ That deals out one document in a micro-batch, and other numbers of micro-batches
 with a barrier behind each; within one, some ranks share theirs. What surrounds it is the release's, too: its
 groups, the wrapper of its data loader, and the function that cuts a document to a rank's rows."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import starmap
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 from streams import make_groups
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 from worlds import World, on_ranks
 
 import megagraph
@@ -68,10 +69,7 @@ def check_share(pack: Any, batch: MicroBatch, lengths: list[int], limits: Schedu
     bounds = torch.tensor([0, *padded]).cumsum(0).int()
     indices = thd_partition_indices(bounds, int(bounds[-1]), size, rank - first).long()
     for name, share in batch.tensors.items():
-        rows = [
-            torch.nn.functional.pad(each[name], (0, num - each[name].numel()))
-            for each, num in zip(whole, padded, strict=True)
-        ]
+        rows = [pad(it[name], (0, num - it[name].numel())) for it, num in zip(whole, padded, strict=True)]
         assert torch.equal(share.cpu(), torch.cat(rows)[indices][None]), name
     positions = torch.cat([torch.arange(num) for num in padded])
     assert torch.equal(batch.position_ids.cpu(), positions[indices][None])
@@ -107,30 +105,23 @@ def test_every_rank_gets_its_share_of_every_pack(alignment: int) -> None:
     assert sizes == {1, 2, 4}
 
 
-def _cannot_read(documents: Any) -> Any:
-    raise OSError("no such file")
-
-
 @on_ranks(4)
 def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
     rank, groups = distributed.get_rank(), groups_of((1, 2))
     limits = ScheduleLimits(ranks=4, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
-    short = {name: rows[:-1] if name == "tokens" else rows for name, rows in document(0, 5).items()}
-    narrow = {name: rows.int() if name == "tokens" else rows for name, rows in document(0, 5).items()}
-    sparse = {name: rows.to_sparse() for name, rows in document(0, 5).items()}
     one = [document(0, 5)]
+
+    def with_tokens(change: Callable[[Tensor], Tensor]) -> Any:
+        """The document of the second rank has others."""
+        other = {name: change(rows) if name == "tokens" else rows for name, rows in one[0].items()}
+        return [[one], [[other]], [one], [one]]
+
     for of_ranks, message in (
         ([[one], [one], [one], []], r"^expected a step of every rank, got none of ranks \[3\]$"),
-        ([[one], [[short]], [one], [one]], r"^rank 1: document 0: expected tensors of one shape \[L\]"),
-        (
-            [[one], [[narrow]], [one], [one]],
-            "^expected documents with the same tensors on every rank, got rank",
-        ),
+        (with_tokens(lambda it: it[:-1]), r"^rank 1: document 0: expected tensors of one shape \[L\]"),
+        (with_tokens(Tensor.int), "^expected documents with the same tensors on every rank, got rank"),
         # Bug: it raised once it was sent, on one rank.
-        (
-            [[one], [[sparse]], [one], [one]],
-            "^rank 1: document 0: expected dense tensors, got torch.sparse_coo$",
-        ),
+        (with_tokens(Tensor.to_sparse), "^rank 1: document 0: expected dense tensors, got torch.sparse_coo$"),
         ([[one], [[document(0, 33)]], [one], [[]]], "^document 1 of 33 tokens is too long"),
         ([[[]], [[]], [[]], [[]]], "^0 documents cannot fill"),
     ):
@@ -138,7 +129,8 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
         with pytest.raises(ValueError, match=message):
             next(steps)
-    read = map(_cannot_read if rank == 2 else on_device, [one])  # bug: it raised alone, and the others waited
+    # Bug: it raised alone, and the others waited.
+    read = map(mock.Mock(side_effect=OSError("no such file")) if rank == 2 else on_device, [one])
     steps = ScheduledSteps(read, limits=limits, groups=groups, config=CONFIG, device=device())
     with pytest.raises(ValueError, match=r"^rank 2: OSError: no such file$"):
         next(steps)
@@ -161,24 +153,16 @@ def test_documents_of_no_tensors_are_an_error_on_every_rank_and_an_iterator_of_t
         next(dealt)
 
 
-@pytest.mark.parametrize(
-    "per_token, sizes, message",
-    [
+def test_what_cannot_be_trained_is_an_error() -> None:
+    limits = ScheduleLimits(ranks=4, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
+    for per_token, sizes, message in (
         (False, (1, 2), "expected calculate_per_token_loss=True"),
         (True, (1,), r"expected limits of 4 ranks in groups of \(1,\), got 4 in groups of \(1, 2\)"),
-    ],
-)
-def test_what_cannot_be_trained_is_an_error(per_token: bool, sizes: tuple[int, ...], message: str) -> None:
-    limits = ScheduleLimits(ranks=4, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
-    groups: Any = SimpleNamespace(num_ranks=4, cp_sizes=sizes)
-    with pytest.raises(ValueError, match=message):
-        ScheduledSteps(
-            [],
-            limits=limits,
-            groups=groups,
-            config=SimpleNamespace(calculate_per_token_loss=per_token),
-            device=torch.device("cpu"),
-        )
+    ):
+        groups: Any = SimpleNamespace(num_ranks=4, cp_sizes=sizes)
+        config = SimpleNamespace(calculate_per_token_loss=per_token)
+        with pytest.raises(ValueError, match=message):
+            ScheduledSteps([], limits=limits, groups=groups, config=config, device=device())
 
 
 TOKENS = rig.CAPACITY.tokens
@@ -259,10 +243,8 @@ class _Steps:
     def __next__(self) -> Any:
         batch, groups = next(self._wrapped)
         if groups is not None:
-            sharers = [
-                [sum(it in others for others in group) for it in group[self._place]] for group in groups
-            ]
-            self.sizes.append([size for of_group in sharers for size in of_group])
+            sizes = [[sum(it in others for others in group) for it in group[self._place]] for group in groups]
+            self.sizes.append([size for of_group in sizes for size in of_group])
         return batch, groups
 
 
@@ -276,13 +258,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains eager and graphed under the release's hybrid scheduler, and compares every step's bits."""
     tensor_parallel = start()
-    config = {
-        "calculate_per_token_loss": True,
-        "hybrid_context_parallel": True,
-        "max_seqlen_per_dp_cp_rank": TOKENS,
-        "tensor_model_parallel_size": tensor_parallel,
-        **options,
-    }
+    config = {"calculate_per_token_loss": True, "hybrid_context_parallel": True, **options}
+    config |= {"max_seqlen_per_dp_cp_rank": TOKENS, "tensor_model_parallel_size": tensor_parallel}
     make = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
     documents = documents_of(lengths)
     is_whole = tensor_parallel == 1

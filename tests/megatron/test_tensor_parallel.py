@@ -33,8 +33,8 @@ from megagraph.megatron.graphs.verifying import found_anywhere
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 
 STEPS, LAYERS = 3, 2
-STEP_CALLS = parallel_jobs.PACKS * LAYERS
-CALLS = STEPS * STEP_CALLS
+PER_STEP = parallel_jobs.PACKS * LAYERS
+CALLS = STEPS * PER_STEP
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
 SHARES: dict[str, Any] = {"sequence_parallel": True}
 NOTHING = contextlib.nullcontext()
@@ -54,7 +54,7 @@ TRAININGS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     "MLA": (mla, (), SHARES),
     "MLA, fused RoPE": (fused_mla, (), {"apply_rope_fusion": True}),
 }
-AFTERWARDS = CALLS - STEP_CALLS
+AFTERWARDS = CALLS - PER_STEP
 # By reason: what is done to a rank before one of its steps.
 NOTICED = {
     **{"DISABLED": "skip", "SUSPENDED": "suspend", "STATE_CHANGED": "state", "NUMERICS_CHANGED": "precision"},
@@ -74,21 +74,15 @@ def test_bits(world2: World, name: str) -> None:
     }
     job, times = parallel_jobs.train_pair, {"num_steps": STEPS, "evaluate_at": (1, 2)}
     for report in world2.run(job, tensor_parallel=2, make=make, **times, **given):
-        rig.ran(report, calls=(STEPS + 2) * STEP_CALLS, WARMING_UP=2 * STEP_CALLS)
+        rig.ran(report, calls=(STEPS + 2) * PER_STEP, WARMING_UP=2 * PER_STEP)
 
 
 def test_rows_that_were_padded_for_one_capacity_are_no_example_of_another(world2: World) -> None:
     """Under sequence parallelism a micro-batch has its capacity's rows where the layers see it."""
     small, large = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=64) for tokens in (64, 128))
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        tensor_parallel=2,
-        config=SHARED_ROWS,
-        plugin={"capacities": (small, large)},
-        num_steps=2,
-    )
-    for report in reports:
-        figures = rig.ran(report, verified=1, unverified=1, WARMING_UP=STEP_CALLS)["verification"]
+    given = {"config": SHARED_ROWS, "plugin": {"capacities": (small, large)}, "num_steps": 2}
+    for report in world2.run(parallel_jobs.train_pair, tensor_parallel=2, **given):
+        figures = rig.ran(report, verified=1, unverified=1, WARMING_UP=PER_STEP)["verification"]
         assert [it["variant"] for it in figures["unverified_sites"]] == [f"training, {large}"] * LAYERS
         assert {it["why"] for it in figures["unverified_sites"]} == {"no micro-batch that fits was kept"}
 
@@ -111,13 +105,13 @@ def disagreeing(world: World, how: dict[int, str], **given: Any) -> list[dict[st
         # it was given: also where one rank skips what there is not.
         (
             {0: "give up", 2: "skip"},
-            {"CAPTURE_FAILED": 2 * STEP_CALLS, "DISABLED": STEP_CALLS},
-            3 * STEP_CALLS,
+            {"CAPTURE_FAILED": 2 * PER_STEP, "DISABLED": PER_STEP},
+            3 * PER_STEP,
         ),
         # A group of its own that one rank destroys is nobody else's business.
-        ({2: "group", 3: "address"}, {"ADDRESS_MOVED": STEP_CALLS}, STEP_CALLS),
+        ({2: "group", 3: "address"}, {"ADDRESS_MOVED": PER_STEP}, PER_STEP),
         # The last two would make its micro-batches eager one by one.
-        (dict(enumerate(NOTICED.values(), 2)), dict.fromkeys(NOTICED, STEP_CALLS), len(NOTICED) * STEP_CALLS),
+        (dict(enumerate(NOTICED.values(), 2)), dict.fromkeys(NOTICED, PER_STEP), len(NOTICED) * PER_STEP),
     ],
     ids=str,
 )
@@ -128,8 +122,8 @@ def test_what_one_rank_cannot_do_none_does(
     steps = max(STEPS, 2 + max(how))
     reports = disagreeing(world2, how, num_steps=steps)
     for report, expected in zip(reports, (here, {"GROUP_DISAGREED": there} if there else {}), strict=True):
-        assert report["eager"] == {"WARMING_UP": STEP_CALLS, **expected}
-        assert report["calls"] == steps * STEP_CALLS
+        assert report["eager"] == {"WARMING_UP": PER_STEP, **expected}
+        assert report["calls"] == steps * PER_STEP
 
 
 @on_ranks(2, tensor_parallel=2)
@@ -147,13 +141,13 @@ def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank() -> None:
     pair = rig.Pair(seeded(parallel_jobs.model), config=SHARED_ROWS)
     pair.train(steps)
     assert_same_bits(*pair.each(in_flight))
-    pair.ran(2 * STEP_CALLS + LAYERS, WARMING_UP=STEP_CALLS, NO_FREE_SLOT=LAYERS)
+    pair.ran(2 * PER_STEP + LAYERS, WARMING_UP=PER_STEP, NO_FREE_SLOT=LAYERS)
 
 
 def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(world2: World) -> None:
     reports = disagreeing(world2, {2: "gradients"}, num_steps=4, evaluate_at=(1, 2, 3))
     for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
-        rig.ran(report, graphs=(2 + 1) * LAYERS, WARMING_UP=2 * STEP_CALLS, **{reason: STEP_CALLS})
+        rig.ran(report, graphs=(2 + 1) * LAYERS, WARMING_UP=2 * PER_STEP, **{reason: PER_STEP})
 
 
 def trained(*, met: bool) -> tuple[Trainer, Any, Sequence[rig.Micro]]:
@@ -172,7 +166,10 @@ def trained(*, met: bool) -> tuple[Trainer, Any, Sequence[rig.Micro]]:
     return trainer, holder, micros
 
 
-@pytest.mark.parametrize("how", ["note", "skip"])
+WHY = {"note": r"STATE_CHANGED; changed: layer 1.mlp: note nothing -> \"of nobody's\"", "skip": "DISABLED"}
+
+
+@pytest.mark.parametrize("how", WHY)
 @on_ranks(2, tensor_parallel=2)
 def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names_it(how: str) -> None:
     """Bug: it ran eager, while the others replayed the collectives of their graphs."""
@@ -197,14 +194,10 @@ def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names
             with pytest.raises(RuntimeError, match="rank 1 has to run a micro-batch eager"):
                 graphs.peers.run_eager_alike(left + 1, 0, -1, "DISABLED")
         return
-    why = {
-        "note": r"STATE_CHANGED; changed: layer 1.mlp: note nothing -> \"of nobody's\"",
-        "skip": "DISABLED",
-    }
-    told = (
-        rf"^rank 0 has to run a micro-batch eager \({why[how]}\), and other ranks that share the pack do not"
+    said = (
+        rf"^rank 0 has to run a micro-batch eager \({WHY[how]}\), and other ranks that share the pack do not"
     )
-    with soon, pytest.raises(RuntimeError, match=told):
+    with soon, pytest.raises(RuntimeError, match=said):
         rig.run_schedule(trainer.model, forward_step, micros, left)
 
 
@@ -248,13 +241,9 @@ def test_a_rank_in_inference_mode_runs_the_rows_of_others_that_only_record_no_gr
     expected, before = [losses(torch.no_grad) for _ in range(2)][-1], rig.report_of(trainer)
     for mode in (torch.inference_mode if is_first else torch.no_grad, torch.inference_mode, torch.no_grad):
         assert_same_bits(losses(mode), expected)
-    apart, together = {True: (0, 2), False: (1, 1)}[is_first]
+    apart = {} if is_first else {"GROUP_DISAGREED": counts}
     eager = rig.eager_since(rig.report_of(trainer), before)
-    assert eager == {
-        name: times * counts
-        for name, times in (("GROUP_DISAGREED", apart), ("SIGNATURE_CHANGED", together))
-        if times
-    }
+    assert eager == {**apart, "SIGNATURE_CHANGED": (1 + is_first) * counts}
     assert rig.report_of(trainer)["replays"] == before["replays"] + counts
     rig.step(trainer, micros)
 
@@ -287,12 +276,12 @@ def test_a_gradient_that_one_rank_has_beside_main_grad_is_none_of_new_graphs_fir
         weight.grad = torch.zeros_like(weight)
     rig.schedule(trainer.model, micros, len(micros), trainer.device)
     rig.step(trainer, micros)
-    rig.ran(rig.report_of(trainer), STEP_CALLS, verified=1, WARMING_UP=2 * STEP_CALLS)
+    rig.ran(rig.report_of(trainer), PER_STEP, verified=1, WARMING_UP=2 * PER_STEP)
 
 
 @pytest.mark.parametrize("how", ["note", "layer"])
 @on_ranks(2, tensor_parallel=2)
-def test_a_change_inside_of_a_step_on_one_rank_alone_to_what_has_graphs_is_one_before_the_next_step(
+def test_a_change_inside_a_step_on_one_rank_to_what_has_graphs_is_one_before_the_next_step(
     how: str,
 ) -> None:
     """Bug: a rank with another layer had dropped its graphs by then, trained on, and the other one waited."""
@@ -440,14 +429,13 @@ def test_what_ranks_find_alike_inside_of_a_step_keeps_it_eager() -> None:
 @on_ranks(2, tensor_parallel=2)
 def test_what_a_rank_finds_alone_inside_of_a_step_is_an_error_that_names_it() -> None:
     """Bug: it ran eager, and the others waited in the collectives of their graphs for ever."""
-    rank, what = distributed.get_rank(), ("a micro-batch", "site 0 of one")
+    rank = distributed.get_rank()
+    what = ("a micro-batch", "site 0 of one")[rank]
     peers = Peers(Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL).chunk)
     with mock.patch.object(parallel.peers, "patience_of_job", lambda: timedelta(seconds=1)):
         # At another place than the other rank, at once; and while that does not come, after a moment.
         for place in (rank - 1, None if rank else -1):
-            told = (
-                rf"^rank {rank} has to run {what[rank]} eager \(why\), and other ranks that share the pack do"
-            )
+            told = rf"^rank {rank} has to run {what} eager \(why\), and other ranks that share the pack do"
             if place is not None:
                 with pytest.raises(RuntimeError, match=told):
                     peers.run_eager_alike(1, 0, place, "why")
@@ -467,14 +455,14 @@ def test_what_ranks_have_found_is_not_compared_with_one_that_gave_up() -> None:
 def test_a_verification_that_one_rank_cannot_finish_is_given_up_on_all(world2: World) -> None:
     """Bug: the others waited for it, in a module's collective or in an exchange."""
     for report in disagreeing(world2, {1: "verify"}):
-        figures = rig.ran(report, verified=0, unverified=1, WARMING_UP=STEP_CALLS)["verification"]
+        figures = rig.ran(report, verified=0, unverified=1, WARMING_UP=PER_STEP)["verification"]
         assert {it["why"] for it in figures["unverified_sites"]} == {"RuntimeError: this rank gives up"}
 
 
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:
     """Somebody holds a slot of rank 0 alone. A rank that captured by itself would wait in a collective."""
     for report in disagreeing(world2, {1: "hold"}):
-        rig.ran(report, WARMING_UP=2 * STEP_CALLS)
+        rig.ran(report, WARMING_UP=2 * PER_STEP)
 
 
 @on_ranks(2, tensor_parallel=2)
@@ -537,19 +525,15 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
         factor = 1.0 if len(calls) < 3 else 0.5
         return {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
 
+    steps = [[rope_rig.Declared(lengths=(20, 8), max_seqlen=20)]] * 4
+    given = {"prepare": lambda chunk: rig.hands(chunk.decoder, change), **SHARED_ROWS}
     with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
-        rig.train(
-            rig.graph_config(),
-            [[rope_rig.Declared(lengths=(20, 8), max_seqlen=20)]] * 4,
-            prepare=lambda chunk: rig.hands(chunk.decoder, change),
-            **SHARED_ROWS,
-        )
+        rig.train(rig.graph_config(), steps, **given)
 
 
 @on_ranks(2, tensor_parallel=2)
 def test_masks_on_two_tensor_parallel_ranks() -> None:
-    """Under sequence parallelism each rank has the mask of its rows. Bug: where no layer had a graph, they
-    were made as many as the whole pack's."""
+    """Each has that of its rows. Bug: where no layer had a graph, these were made as many as the pack's."""
     with mlps_that_read_masks() as seen:
         report = parallel_jobs.train_pair(
             steps_of=partial(parallel_jobs.small_steps, masks=True), config=SHARED_ROWS
