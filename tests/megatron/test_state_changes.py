@@ -54,9 +54,8 @@ def test_a_change_between_steps(name: str, pair: rig.Pair) -> None:
     undo = of_all(change.do, pair.both)
     changed = pair.step(rig.TWO).losses
     assert torch.equal(changed[0], losses[0]) is not change.matters, "the change changes nothing"
-    assert rig.eager_since(pair.report(), before) == (
-        {change.reason.name: rig.LAYERS} if change.reason is not None else {}
-    )
+    expected = {change.reason.name: rig.LAYERS} if change.reason is not None else {}
+    assert rig.eager_since(pair.report(), before) == expected
     costs = pair.costs(rig.ONE, times=2)
     assert set(costs) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"} if change.stays_eager else costs == {}
     if change.lasts:
@@ -161,10 +160,8 @@ def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(capl
 
 def test_settings_that_change_inside_of_a_step_have_verified_graphs_in_the_next_one() -> None:
     pair, at_step = rig.Pair(), "highest"
-    for trainer in pair.both:
-        trainer.chunk.embedding.register_forward_pre_hook(
-            lambda *_: torch.set_float32_matmul_precision(at_step)
-        )
+    for it in pair.both:
+        it.chunk.embedding.register_forward_pre_hook(lambda *_: torch.set_float32_matmul_precision(at_step))
 
     def changes_inside(trainer: Trainer) -> rig.Step:
         torch.set_float32_matmul_precision("highest")
@@ -283,23 +280,17 @@ def test_scales_of_further_losses_and_what_is_left_out_by_name_keep_nothing_eage
     assert "current_microbatch" in pair.ran(WARMING_UP=rig.LAYERS)["unguarded"]
 
 
-@pytest.mark.parametrize("are_asked_for", [True, False])
-def test_replays_are_ranges_that_name_site_variant_and_slot_if_somebody_asks_for_them(
-    install: Install, are_asked_for: bool
-) -> None:
-    install(cuda_graph_nvtx=are_asked_for)
+@pytest.mark.parametrize("asked", [True, False])
+def test_replays_are_ranges_that_name_site_variant_and_slot_if_asked(install: Install, asked: bool) -> None:
+    install(cuda_graph_nvtx=asked)
     trainer = Trainer(OPTIONS)
     step(trainer, [ONE, TWO], times=2)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         step(trainer, [ONE, TWO])
     found = [event.name for event in trace.events() if event.name.startswith("layer ")]
-    variant = "training, 64 tokens, 5 documents of up to 64, slot 0"
-    expected = [
-        f"layer {index} (TransformerLayer), {variant} {way}"
-        for index in range(LAYERS)
-        for way in ("forward", "backward")
-    ]
-    assert sorted(found) == (sorted(2 * expected) if are_asked_for else [])
+    variant, ways = "training, 64 tokens, 5 documents of up to 64, slot 0", ("forward", "backward")
+    expected = [f"layer {it} (TransformerLayer), {variant} {way}" for it in range(LAYERS) for way in ways]
+    assert sorted(found) == (sorted(2 * expected) if asked else [])
 
 
 def test_each_interval_of_training_steps_has_a_line(install: Install, caplog: Any) -> None:

@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
+from notes import told
 from same_bits import assert_same_bits
 from torch import Tensor, distributed, nn
 
@@ -85,9 +86,7 @@ def test_a_mask_beside_a_pack_reaches_the_layers(install: rig.Install, mode: str
 
 
 @pytest.mark.parametrize("field", ["local_cp_size", "cp_group"])
-def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(
-    install: rig.Install, field: str
-) -> None:
+def test_a_pack_with_its_own_context_parallel_group_runs_as_given(install: rig.Install, field: str) -> None:
     """Bug: both fields were dropped, so that a rank attended to its own share of the pack alone."""
     trainer = trained(install)
     before, says_size = rig.report_of(trainer), field == "local_cp_size"
@@ -142,29 +141,23 @@ class WithSlots(namedtuple("WithSlots", list(rig.ONE.params("cpu").__dict__))):
     """No class of which a canonical pack can be made."""
 
 
-class AnyArguments(PackedSeqParams):
+class AnyNames(PackedSeqParams):
     """Its constructor names none of the fields."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_taken"), [(WithSlots, False), (SimpleNamespace, False), (AnyArguments, True)]
-)
-def test_a_pack_of_a_hosts_own_class_replays_or_runs_as_it_was_given(
-    kind: Any, is_taken: bool, pair: rig.Pair
-) -> None:
+@pytest.mark.parametrize(("kind", "taken"), [(WithSlots, False), (SimpleNamespace, False), (AnyNames, True)])
+def test_a_pack_of_a_hosts_class_replays_or_runs_as_given(kind: Any, taken: bool, pair: rig.Pair) -> None:
     """Bug: training ended in an AttributeError, a ValueError or a TypeError."""
     own = dataclasses.replace(rig.ONE, pack=lambda params: kind(**vars(params)))
     pair.step(rig.ONE, times=4)
-    assert pair.costs(own) == ({} if is_taken else {"SIGNATURE_CHANGED": rig.LAYERS})
+    assert pair.costs(own) == ({} if taken else {"SIGNATURE_CHANGED": rig.LAYERS})
 
 
 @pytest.mark.parametrize(("more", "reason"), [(2, None), (6, "TOO_MANY_SEQUENCES")])
-def test_padded_offsets_may_have_more_documents_than_actual_ones(
-    more: int, reason: str | None, pair: rig.Pair
-) -> None:
+def test_padded_offsets_may_have_more_documents(more: int, reason: str | None, pair: rig.Pair) -> None:
     """Bug: they were counted by the actual ones, and more than the capacity's were an error."""
 
     def longer(made: Any) -> Any:
@@ -177,9 +170,7 @@ def test_padded_offsets_may_have_more_documents_than_actual_ones(
 
 
 @pytest.mark.parametrize("is_field", [False, True])
-def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(
-    is_field: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_reads_what_a_host_puts_on_packs_stays_eager(is_field: bool, monkeypatch: Any) -> None:
     """Bug: its graphs read the default, verified against it. The model around the layers may read it."""
     preprocess, seen = GPTModel._preprocess, list[float]()
 
@@ -271,12 +262,8 @@ def test_threads_that_call_one_model_take_turns(install: rig.Install) -> None:
 
     install()
     expected = answers(1)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
+    with told(sys.setswitchinterval, 1e-5, before=sys.getswitchinterval()):
         assert_same_bits(answers(2), expected)
-    finally:
-        sys.setswitchinterval(before)
     rig.ran(megagraph.reports()[-1], WARMING_UP=rig.LAYERS)
 
 
@@ -310,8 +297,7 @@ class BufferedTable(RotaryEmbedding):
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_rotary_table_that_is_written_is_read_anew(mode: str, install: rig.Install) -> None:
-    """Bug: graphs and canonical packs went on with what had been made of it before. So graphs are made anew,
-    four times: a table may be another one in each step."""
+    """Bug: graphs and canonical packs went on with the old one. Graphs are made anew, four times at most."""
 
     def prepared(chunk: Any) -> None:
         own = chunk.rotary_pos_emb
@@ -371,27 +357,18 @@ def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install:
 # -- packs that say of each row which document it is of: layers that read it are in test_model_bits.py ---
 
 has_seq_idx = pytest.mark.skipif(
-    not hasattr(PackedSeqParams, "seq_idx"), reason="this release of megatron-core has no seq_idx"
+    not hasattr(PackedSeqParams, "seq_idx"), reason="this release has no seq_idx"
 )
 
 
 @has_seq_idx
-@pytest.mark.parametrize(
-    "seq_idx",
-    [
-        torch.zeros(1, 12, dtype=torch.int32),
-        torch.zeros(1, 29, dtype=torch.int64),
-        torch.zeros(29, dtype=torch.int32),
-        torch.zeros(29, 1, dtype=torch.int32),
-        [0] * 29,
-    ],
-    ids=["of other rows", "of another type", "of one dimension", "of columns", "no tensor"],
-)
-def test_a_seq_idx_that_cannot_be_staged_runs_as_given(trainer: Trainer, seq_idx: Any) -> None:
-    placed = seq_idx.to(trainer.device) if isinstance(seq_idx, Tensor) else seq_idx
-    micro = rig.Micro(lengths=(9, 20), pack=partial(dataclasses.replace, seq_idx=placed))
-    rig.step(trainer, [micro], times=3)
-    assert rig.report_of(trainer)["eager"] == {"SIGNATURE_CHANGED": 3 * rig.LAYERS}
+def test_a_seq_idx_that_cannot_be_staged_runs_as_given(trainer: Trainer) -> None:
+    """Of other rows, of another type, of one dimension, of columns, and no tensor."""
+    zeros = partial(torch.zeros, dtype=torch.int32, device=trainer.device)
+    given = zeros(1, 12), zeros(1, 29).long(), zeros(29), zeros(29, 1), [0] * 29
+    micros = [rig.Micro(lengths=(9, 20), pack=partial(dataclasses.replace, seq_idx=it)) for it in given]
+    rig.step(trainer, micros, times=3)
+    assert rig.report_of(trainer)["eager"] == {"SIGNATURE_CHANGED": 3 * len(micros) * rig.LAYERS}
 
 
 @has_seq_idx
