@@ -49,7 +49,7 @@ def no_random_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stock_spec(**arguments: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # warns at import
 
     return get_gpt_layer_local_spec(**arguments)
 
@@ -67,12 +67,8 @@ def _one_by_one(options: ModelOptions, taken: dict[str, Tensor], micro: Micro) -
         length, tokens = document.numel(), document.to(trainer.device)
         mask = torch.ones((1, 1, length, length), dtype=torch.bool, device=trainer.device).triu(1)
         labels = torch.cat([tokens[1:], tokens.new_zeros(1)])
-        loss = trainer.model(
-            input_ids=tokens[None],
-            position_ids=torch.arange(length, device=trainer.device)[None],
-            attention_mask=mask,
-            labels=labels[None],
-        )
+        positions = torch.arange(length, device=trainer.device)
+        loss = trainer.model(tokens[None], positions[None], mask, labels=labels[None])
         loss = loss.float().view(-1)[: length - 1]
         (loss.sum() / total).backward()
         losses.append(loss.detach())
@@ -113,9 +109,7 @@ def test_the_model_sees_its_documents_and_their_order(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphed"])
 @pytest.mark.parametrize("padded", [None, (14, 24)], ids=["plain", "padded"])
-def test_nan_in_the_rows_past_the_pack_changes_no_bit(
-    eager: bool, padded: tuple[int, int] | None, trainer: Trainer
-) -> None:
+def test_nan_in_the_rows_past_the_pack_changes_no_bit(eager: bool, padded: Any, trainer: Trainer) -> None:
     poison = OPTIONS.vocab - 1
     with torch.no_grad():
         trainer.chunk.embedding.word_embeddings.weight[poison] = float("nan")
@@ -130,11 +124,6 @@ def test_nan_in_the_rows_past_the_pack_changes_no_bit(
 
 
 # -- norms of the specs without Transformer Engine ----------------------------------------------------
-
-cores_final_norm = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None,
-    reason="Megatron chooses Transformer Engine's final norm",
-)
 
 
 def block_spec(**arguments: Any) -> Any:
@@ -156,19 +145,17 @@ def test_which_norms_are_ours_and_that_another_one_stays(monkeypatch: pytest.Mon
     attention = spec.submodules.self_attention.submodules
     assert attention.q_layernorm is attention.kv_layernorm is Norm
 
-    class Other(nn.Module):
-        pass
-
-    monkeypatch.setattr(backends, "LNImpl", Other)
+    monkeypatch.setattr(backends, "LNImpl", nn.Identity)
     submodules = megagraph.get_gpt_layer_varlen_spec(qk_layernorm=True).submodules
-    assert submodules.input_layernorm is submodules.pre_mlp_layernorm is Other
-    assert submodules.self_attention.submodules.q_layernorm is Other
-    assert block_spec().layer_norm is Other
+    assert submodules.input_layernorm is submodules.pre_mlp_layernorm is nn.Identity
+    assert submodules.self_attention.submodules.q_layernorm is block_spec().layer_norm is nn.Identity
 
 
-@cores_final_norm
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="its final norm is taken"
+)
 @pytest.mark.parametrize(("normalization", "qk_layernorm"), [("LayerNorm", False), ("RMSNorm", True)])
-def test_every_norm_of_a_layer_is_ours_and_keeps_the_bits_and_the_checkpoints_of_cores(
+def test_norms_are_ours_and_keep_bits_and_checkpoints_of_cores(
     normalization: str, qk_layernorm: bool
 ) -> None:
     """The block spec brings the final norm, too."""
