@@ -84,7 +84,7 @@ SWITCHED = [
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(("kind", "case"), [(kind, it) for kind, cases in REFUSED.items() for it in cases])
 def test_what_a_config_asks_for_is_refused_by_name(
-    kind: str, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    kind: str, case: tuple[Any, ...], monkeypatch: Any
 ) -> None:
     options, name, *built = case
     trainer = MAKES[kind]()
@@ -214,9 +214,7 @@ def test_what_is_switched_on_inside_of_a_step_is_refused_before_the_next_one(tra
 
 
 @pytest.mark.parametrize("kind", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
-def test_data_parallelism_that_is_not_megatrons_own_is_refused_by_name(
-    kind: type[nn.Module], install: rig.Install
-) -> None:
+def test_other_data_parallelism_is_refused_by_name(kind: type[nn.Module], install: rig.Install) -> None:
     """Bug: Megatron-FSDP alone was known, and under torch's the first capture raised."""
 
     install()
@@ -232,20 +230,17 @@ def test_data_parallelism_that_is_not_megatrons_own_is_refused_by_name(
     assert report["failures"] == [f"GPTModel stays eager (SCOPE_UNSUPPORTED): {what}"]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "got"),
-    [
-        ("cuda_graph_impl", "local", "'local'"),
-        ("cuda_graph_impl", "transformer_engine", "'transformer_engine'"),
-        ("enable_cuda_graph", True, ""),  # its old name
-    ],
-)
-def test_megatrons_own_graphs_beside_ours_are_an_error(
-    option: str, value: Any, got: str, trainer: Trainer
-) -> None:
-    setattr(trainer.chunk.config, option, value)
-    with pytest.raises(ValueError, match=rf"expected cuda_graph_impl 'none'.*{got}"):
-        rig.step(trainer, [rig.ONE])
+def test_megatrons_own_graphs_are_an_error(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    impl, old = "cuda_graph_impl", "enable_cuda_graph"
+    for name, value, got in (
+        (impl, "local", "'local'"),
+        (impl, "transformer_engine", "'transformer_engine'"),
+        (old, True, ""),
+    ):
+        told = rf"expected cuda_graph_impl 'none'.*{got}"
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=told):
+            patch.setattr(trainer.chunk.config, name, value, raising=False)
+            rig.step(trainer, [rig.ONE])
 
 
 class OtherParams(PackedSeqParams):
@@ -256,7 +251,7 @@ class OtherParams(PackedSeqParams):
         self.further = further
 
 
-def test_micro_batches_that_no_graph_takes_run_eager_and_say_nothing_of_those_that_are_captured(
+def test_micro_batches_that_no_graph_takes_run_eager_and_say_nothing_of_others(
     pair: rig.Pair,
 ) -> None:
     """Bug: graphs were captured for packs of a host's class, which could not be made."""

@@ -89,6 +89,7 @@ class Case(NamedTuple):
     failure: str = ""
 
 
+half = functools.partial(Case, capacity=HALF)
 GOES_ON = "SIGNATURE_CHANGED"
 OF_HYBRID: dict[str, Any] = {"make": rig.HybridTrainer, "layers": len(rig.HYBRID_PATTERN)}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
@@ -96,12 +97,10 @@ FEW = Capacity(tokens=64, num_seqs=2, max_seqlen=64)
 CASES = {
     # Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes.
     "all tokens": Case(steps_of(rig.CAPACITY), GOES_ON),
-    "half": Case(steps_of(HALF, aliased=True), capacity=HALF),
-    "half, interleaved": Case(
-        steps_of(HALF, shapes=WITHOUT_EMPTY), given={"rotary_interleaved": True}, capacity=HALF
-    ),
-    "multi-latent attention, half": Case(steps_of(HALF), given={"mla": "low rank, YaRN"}, capacity=HALF),
-    "hybrid, half": Case(steps_of(HALF), capacity=HALF, **OF_HYBRID),
+    "half": half(steps_of(HALF, aliased=True)),
+    "half, interleaved": half(steps_of(HALF, shapes=WITHOUT_EMPTY), given={"rotary_interleaved": True}),
+    "multi-latent attention, half": half(steps_of(HALF), given={"mla": "low rank, YaRN"}),
+    "hybrid, half": half(steps_of(HALF), **OF_HYBRID),
     "keys of another length": Case(declared(Keys), GOES_ON),
     # Bug: positions began anew in each document, since the wrapper acted in every model.
     "refused": Case(steps_of(rig.CAPACITY), "SCOPE_UNSUPPORTED", given=SINKHORN, make=ExpertTrainer),
@@ -110,17 +109,14 @@ CASES = {
     "frequencies": Case(steps_of(HALF), later=GOES_ON, given={"prepare": rope_rig.hand_out_frequencies}),
     "multimodal": Case(declared(Full), given=rope_rig.MROPE),
     # Positions begin anew in each document, of a table that Megatron's rule does not foresee.
-    "a longer table": Case(
+    "a longer table": half(
         steps_of(HALF),
         later="CAPTURE_FAILED",
         given={"prepare": functools.partial(fix_rows, rows=48)},
-        capacity=HALF,
         failure="expected a rotary table of max_seqlen, 32 rows, got 48",
     ),
     # As long as each pack here: positions go on, so that each token has a row.
-    "a table of all tokens": Case(
-        steps_of(HALF), given={"prepare": functools.partial(fix_rows, rows=64)}, capacity=HALF
-    ),
+    "a table of all tokens": half(steps_of(HALF), given={"prepare": functools.partial(fix_rows, rows=64)}),
     # As long as the pack, and no frequencies of each token: the pack itself declares fewer rows.
     "another table of its own": Case(
         declared(rope_rig.Declared, 32), later=GOES_ON, first=3, given={"prepare": change_table}
@@ -149,16 +145,13 @@ def test_packs_that_need_no_padding_have_the_bits_of_an_unpatched_run(name: str)
 
 def test_the_two_meanings_differ() -> None:
     """Or the tests here would compare nothing: by roundings, as attention sees distances alone."""
-    all_rows, half = (
-        run("off", rope_rig.canonical_steps(c, 1)).steps[0].losses for c in (rig.CAPACITY, HALF)
-    )
-    assert not torch.equal(all_rows[0], half[0])
+    whole, half = (run("off", rope_rig.canonical_steps(c, 1)).steps[0].losses for c in (rig.CAPACITY, HALF))
+    assert not torch.equal(whole[0], half[0])
 
 
 @pytest.mark.parametrize("of_each_token", [False, True])
 def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_token: bool) -> None:
-    """The table has the capacity's rows where it is padded. Bug: frequencies of each token were taken for a
-    table of positions in each document."""
+    """Bug: frequencies of each token were taken for a table of positions in each document."""
     longest = 20 if of_each_token else 29
     steps: Steps = [
         [
@@ -249,9 +242,7 @@ def _handing(pair: rig.Pair, change: Callable[[Any], Any]) -> None:
     ],
     ids=["another dtype", "fewer angles", "not contiguous", "with a gradient", "a pair", "none"],
 )
-def test_frequencies_that_differ_from_those_of_the_capture_run_as_they_were_given(
-    change: Callable[[Any], Any], pair: rig.Pair
-) -> None:
+def test_frequencies_unlike_the_captures_run_as_given(change: Callable[[Any], Any], pair: rig.Pair) -> None:
     before = pair.report()["replays"]
     _handing(pair, change)
     pair.step(*(dataclasses.replace(micro, tail=0) for micro in PICTURES), times=2)
@@ -298,9 +289,7 @@ def test_frequencies_past_the_pack_never_reach_a_result(pair: rig.Pair) -> None:
 SCALING = 1.25
 
 
-def _apply_to_tokens(
-    original: Any, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **further: Any
-) -> Any:
+def _apply(original: Any, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **further: Any) -> Any:
     if freqs.shape[0] != t.shape[0]:
         return original(t, cu_seqlens, freqs, *args, **further)
     further.pop("cp_group")
@@ -326,8 +315,7 @@ def _scale(model: Any) -> None:
 
 
 class StretchedModel(OwnModel):
-    """Its table goes by the longest document. As of dynamic NTK in mcore-bridge, which keeps the longest
-    document for packs that come later."""
+    """Its table goes by the longest document, as of dynamic NTK in mcore-bridge."""
 
     longest = 16
 
@@ -357,7 +345,7 @@ def test_tables_that_go_by_the_longest_document_are_refused_by_name() -> None:
 
 @pytest.fixture
 def swifts_rope(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced = functools.partial(_apply_to_tokens, rope_utils._apply_rotary_pos_emb_thd)
+    replaced = functools.partial(_apply, rope_utils._apply_rotary_pos_emb_thd)
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", replaced)
 
 
@@ -365,9 +353,7 @@ def swifts_rope(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "block"), [(PerTokenModel, None), (PerTokenModel, OwnBlock), (StretchedPerTokenModel, OwnBlock)]
 )
-def test_a_hosts_rope_runs_in_the_graphs_of_frequencies_of_each_token(
-    model: type, block: type | None
-) -> None:
+def test_a_hosts_rope_runs_in_graphs_of_frequencies_of_each_token(model: type, block: type | None) -> None:
     """Bug: a model whose frequencies go by the longest document was told the capacity's."""
     given = {"model_class": model, "block_class": block, "prepare": _scale}
     steps = rope_rig.canonical_steps(HALF, COUNT) if model is PerTokenModel else _by_longest(COUNT)

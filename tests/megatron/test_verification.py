@@ -3,7 +3,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -27,10 +27,13 @@ from megagraph.megatron.parallel.peers import HostGroup
 from megagraph.reasons import EagerReason
 
 
+def _captured_as(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """A module does something else in a capture, which nothing in its state tells."""
+    rig.changes_output(module, lambda out: change(out) if rig.is_capturing() else out)
+
+
 def _baked(chunk: Any) -> None:
-    """The second layer's MLP does something else in a capture, which nothing in its state tells."""
-    mlp = chunk.decoder.layers[1].mlp
-    rig.changes_output(mlp, lambda out: out * 1.5 if rig.is_capturing() else out)
+    _captured_as(chunk.decoder.layers[1].mlp, lambda out: out * 1.5)
 
 
 def test_a_layer_whose_graph_is_wrong_is_named_runs_eager_and_gets_none_again(
@@ -122,14 +125,9 @@ def test_every_capacity_is_verified_on_a_micro_batch_of_its_own_or_named(
     report = report_after(rig.TWO)
     figures = report["verification"]
     assert (figures["verified"], figures["unverified"]) == (1, 1) and report["replays"]
-    assert figures["unverified_sites"] == [
-        {
-            "variant": f"training, {SMALL}",
-            "site": f"layer {layer} (TransformerLayer)",
-            "why": "no micro-batch that fits was kept",
-        }
-        for layer in range(rig.LAYERS)
-    ]
+    told = {"variant": f"training, {SMALL}", "why": "no micro-batch that fits was kept"}
+    sites = [f"layer {layer} (TransformerLayer)" for layer in range(rig.LAYERS)]
+    assert figures["unverified_sites"] == [{**told, "site": site} for site in sites]
 
 
 def test_rows_of_padding_between_documents_may_hold_anything(pair: rig.Pair) -> None:
@@ -137,10 +135,7 @@ def test_rows_of_padding_between_documents_may_hold_anything(pair: rig.Pair) -> 
     padded = rig.Micro(lengths=(9, 20), padded=(12, 24))
     litter = torch.zeros(64, 1, 1, device=pair.graphed.device)
     litter[9:12] = litter[32:36] = 7.0
-    rig.changes_output(
-        pair.graphed.chunk.decoder.layers[1].mlp,
-        lambda out: out + litter.to(out) if rig.is_capturing() else out,
-    )
+    _captured_as(pair.graphed.chunk.decoder.layers[1].mlp, lambda out: out + litter.to(out))
     pair.step(padded, times=3)
     assert pair.ran(verified=1, WARMING_UP=rig.LAYERS)["verification"]["within_spread"] == []
 
@@ -163,10 +158,7 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
     pair.step(rig.ONE, times=2)
     assert pair.report()["verification"]["verified"] == 1
     spoilt = {"by": 1.0}
-    rig.changes_output(
-        pair.graphed.chunk.decoder.layers[0].mlp,
-        lambda out: out * spoilt["by"] if rig.is_capturing() else out,
-    )
+    _captured_as(pair.graphed.chunk.decoder.layers[0].mlp, lambda out: out * spoilt["by"])
     pair.step(rig.ONE, times=3)  # a state of its own
     verified = pair.report()["verification"]["verified"]
     pair.step(rig.ONE, rig.TWO, times=3)
@@ -208,23 +200,18 @@ def test_a_value_that_nobody_can_watch_is_found_once_it_has_changed(monkeypatch:
     assert failure.startswith("layer 1 (TransformerLayer) stays eager (VERIFY_FAILED): ")
 
 
-KEPT: list[Tensor] = []
-
-
 @pytest.mark.gpu  # on the host, graphs have no pools
 def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(pair: rig.Pair) -> None:
+    kept: list[Tensor] = []
 
     def keep(out: Tensor) -> Tensor:
         if not rig.is_capturing():
-            KEPT[:] = [out.detach()]
+            kept[:] = [out.detach()]
         return out
 
     for trainer in pair.both:
         rig.changes_output(trainer.chunk.decoder.layers[1].mlp, keep)
-    try:
-        pair.step(rig.ONE, rig.TWO, times=4)
-    finally:
-        KEPT.clear()
+    pair.step(rig.ONE, rig.TWO, times=4)
     eager = {"WARMING_UP": 2 * rig.LAYERS, "VERIFY_FAILED": 3 * 2 * rig.LAYERS}
     report = pair.ran(0, failures=rig.LAYERS, **eager)
     assert all("a module keeps memory of its call" in failure for failure in report["failures"])
