@@ -3,7 +3,6 @@
 compared with training without overlap, since eager overlap could be wrong itself."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,27 +10,13 @@ from unittest import mock
 
 import megatron_rig as rig
 import moe_rig
+import overlap_rig
 import pytest
 import torch
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.pipeline_parallel.utils import ScheduleNode
-from megatron_rig import Micro, Run
-from overlap_rig import (
-    CALLS,
-    COUNTS,
-    EXCHANGES,
-    FIRST,
-    NODES,
-    OF_LAYERS,
-    OverlapTrainer,
-    check_calls,
-    compare,
-    in_nodes,
-    raising,
-    steps_of,
-    train,
-    train_eager,
-)
+from megatron_rig import Micro
+from overlap_rig import CALLS, COUNTS, check_calls, compare, in_nodes, raising, steps_of, train, train_eager
 from same_bits import BitsDiffer, assert_same_bits
 from streams import seed_streams
 from torch import Tensor
@@ -47,7 +32,7 @@ from megagraph.megatron.patch import overlap as plans
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.reasons import EagerReason
 
-pytestmark = pytest.mark.both
+pytestmark = [pytest.mark.both, pytest.mark.usefixtures("deterministic_engine")]
 
 BOTH = ("attn", "moe_router")
 PERMUTES = (*BOTH, "moe_preprocess")
@@ -59,9 +44,7 @@ engines = pytest.mark.parametrize(
     "engine", [False, pytest.param(True, marks=[*ON_GPU, rig.needs_engine])], ids=["core", "engine"]
 )
 
-needs_sorting = pytest.mark.skipif(
-    not seams.permutation_sorts(), reason="this release permutes into shapes that vary"
-)
+needs_sorting = pytest.mark.skipif(not seams.permutation_sorts(), reason="permutes into shapes that vary")
 Act = Callable[[Any], contextlib.AbstractContextManager[Any]]
 BUSY = ("communication", "compute")
 LATE_US = 3000.0  # longer than the host takes to reach the consumer
@@ -70,9 +53,7 @@ LATE_US = 3000.0  # longer than the host takes to reach the consumer
 @engines
 @pytest.mark.parametrize("us", [0, *(pytest.param(us, marks=pytest.mark.gpu) for us in (50, 800))])
 @pytest.mark.parametrize("masks", [False, True], ids=["no masks", "masks"])
-def test_overlap_has_the_bits_of_no_overlap(
-    masks: bool, us: float, engine: bool, deterministic_engine: None
-) -> None:
+def test_bits_of_no_overlap(masks: bool, us: float, engine: bool) -> None:
     """Slots become NaN once they are free, as does fresh memory."""
     steps = steps_of(STEPS, masks=masks)
     without = train(steps, "eager", overlaps=False, engine=engine)
@@ -86,7 +67,7 @@ def test_overlap_has_the_bits_of_no_overlap(
 def test_rows_that_were_dispatched_give_their_memory_back() -> None:
     """Nodes keep all else; and these too, where Megatron's own graphs would have made them."""
     compare(steps_of(STEPS, masks=True), PERMUTES)
-    chunk: Any = OverlapTrainer(overlaps=True).chunk
+    chunk: Any = overlap_rig.OverlapTrainer(overlaps=True).chunk
     for named, transient in ((), [0, 1]), (["moe_preprocess"], []):
         chunk.config.cuda_graph_modules = named
         plan = BlockPlan(chunk.decoder, PERMUTES)
@@ -115,19 +96,16 @@ KINDS: dict[str, dict[str, Any]] = {
         pytest.param(BOTH, "attention recomputed", True, marks=[*ON_GPU, rig.needs_engine]),
     ],
 )
-def test_models_of_other_kinds(
-    scopes: tuple[str, ...], kind: str, engine: bool, deterministic_engine: None
-) -> None:
+def test_models_of_other_kinds(scopes: tuple[str, ...], kind: str, engine: bool) -> None:
     compare(steps_of(FEW, fills=False, masks=True), scopes, engine=engine, **KINDS[kind])
 
 
 @pytest.mark.parametrize("kinds", ["EE", "-E"])
-def test_slots_share_what_is_dispatched_beside_experts_alone_and_a_forward_of_a_hosts_is_refused(
+def test_slots_share_what_is_dispatched_beside_experts_only_and_a_hosts_forward_is_refused(
     kinds: str,
 ) -> None:
-    """A dense layer's backward of attention, if it comes sooner, waits for nobody who reads it. A plan would
-    not run such a forward."""
-    chunk = OverlapTrainer(kinds, overlaps=True).chunk
+    """A dense layer's backward of attention waits for no reader. A plan would not run such a forward."""
+    chunk = overlap_rig.OverlapTrainer(kinds, overlaps=True).chunk
     plan = BlockPlan(chunk.decoder, BOTH)
     assert plan.facing() == ([[0, 1], [2, 1]], kinds == "EE")  # the memory of one slot, and of one layer
     for layer in chunk.decoder.layers:
@@ -222,7 +200,7 @@ def test_a_forward_ahead_of_the_backward_that_frees_its_memory_runs_eager() -> N
 @pytest.mark.parametrize("saves", [False, True], ids=["", "saved"])
 @engines
 def test_what_a_graph_has_staged_of_a_layer_before_it_is_freed_unless_somebody_saves_it(
-    engine: bool, saves: bool, deterministic_engine: None, monkeypatch: pytest.MonkeyPatch
+    engine: bool, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, freed = plans.free_if_unread, list[bool]()
 
@@ -241,14 +219,14 @@ def test_what_a_graph_has_staged_of_a_layer_before_it_is_freed_unless_somebody_s
 
 
 MICROS = steps_of(BREAKS + 2)
-_PLACES = [f"{node} {way}" for node in NODES for way in ("forward", "backward")]
+_PLACES = [f"{node} {way}" for node in overlap_rig.NODES for way in ("forward", "backward")]
 _PLACES.remove("loss_func backward")  # is no node's
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def in_place(place: str) -> Break:
     """In the second micro-batch, beside whose forward the backward of the first runs."""
-    number = CALLS + 1 if place.split()[0] in OF_LAYERS else 2
+    number = CALLS + 1 if place.split()[0] in overlap_rig.OF_LAYERS else 2
     return partial(in_nodes, raising(place, number), behind=True)
 
 
@@ -270,12 +248,6 @@ BROKEN = {place: (in_place(place), OSError, "lost") for place in _PLACES}
 BROKEN["packs left out"] = without_its_pack, ValueError, "expected packed_seq_params in build_schedule_plan"
 
 
-@functools.cache
-def undisturbed() -> Run:
-    """Training without overlap and without the step that raises."""
-    return train([*MICROS[:BREAKS], *MICROS[BREAKS + 1 :]], "eager", overlaps=False)
-
-
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
     breaks, error, said = BROKEN[what]
@@ -287,7 +259,8 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
         rig.metrics()  # of its first micro-batches alone
 
     graphed = train(MICROS, "graph", around=rig.at(BREAKS, breaking))
-    assert_same_bits(undisturbed(), graphed)
+    undisturbed = [*MICROS[:BREAKS], *MICROS[BREAKS + 1 :]]
+    assert_same_bits(train_eager(undisturbed, overlaps=False), graphed)
     report, in_step = rig.ran(graphed.report, WARMING_UP=COUNTS[0] * CALLS), len(MICROS[BREAKS]) * CALLS
     assert report["replays"] >= sum(map(len, MICROS)) * CALLS - COUNTS[0] * CALLS - in_step
 
@@ -296,7 +269,7 @@ def busy(kind: str) -> contextlib.AbstractContextManager[None]:
     """Before each node of this kind its stream is busy."""
 
     def act(place: str) -> None:
-        if (place.split()[0] in EXCHANGES) == (kind == "communication"):
+        if (place.split()[0] in overlap_rig.EXCHANGES) == (kind == "communication"):
             keep_busy(LATE_US)
 
     return in_nodes(act) if kind else contextlib.nullcontext()
@@ -325,7 +298,7 @@ def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
     ("poison", "kind"),
     [(True, ""), *(pytest.param(it, kind, marks=pytest.mark.gpu) for it in (False, True) for kind in BUSY)],
 )
-def test_what_a_late_dispatch_reads_is_there_though_both_slots_use_that_memory(
+def test_a_late_dispatch_reads_what_is_there_in_memory_of_both_slots(
     poison: bool, kind: str, is_sooner: bool
 ) -> None:
     compare_late(STEPS, kind, PERMUTES, poison, **({"around": sooner} if is_sooner else {}))
@@ -379,6 +352,8 @@ def test_each_way_of_the_benchmark_is_measured(experts: None, monkeypatch: pytes
             assert all(us * MICRO_BATCHES / 1e3 < wall for us, wall in zip(host_us, walls, strict=True))
     pairs = (MICRO_BATCHES - 1) * case.model.layers
     assert {int(part.partition(" ")[0]) for part in parts} == {0, *range(1, pairs + 1)}
-    nodes = {name.replace("attn ", f"{FIRST} ") for name in found["nodes"]}
-    assert {name.split()[0] for name in nodes} == {*OF_LAYERS}
-    assert {name.split()[0] for name in nodes if name.endswith("weights")} == {*OF_LAYERS} - {*EXCHANGES}
+    nodes = {name.replace("attn ", f"{overlap_rig.FIRST} ") for name in found["nodes"]}
+    assert {name.split()[0] for name in nodes} == {*overlap_rig.OF_LAYERS}
+    assert {name.split()[0] for name in nodes if name.endswith("weights")} == {*overlap_rig.OF_LAYERS} - {
+        *overlap_rig.EXCHANGES
+    }

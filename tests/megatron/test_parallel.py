@@ -9,6 +9,7 @@ import megatron_rig as rig
 import parallel_jobs
 import pytest
 from context_jobs import BOUND, EMPTY_DUMMY, MANY_KINDS, OF_ENGINE, ROUTERS
+from notes import noting
 from parallel_jobs import PACKS
 from same_bits import assert_same_bits
 from worlds import World, Worlds
@@ -54,28 +55,21 @@ def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names = {param: name for name, param in trainer.model.named_parameters()}
     heard: list[str] = []
 
-    def listen(index: int, group: Any) -> None:
-        register, start = group.register_grad_ready, group.start_grad_sync
+    def hear(index: int, param: Any, *_further: Any) -> None:
+        heard.append(f"group {index} hears of {names[param]}")
 
-        def hear(param: Any, *further: Any) -> None:
-            heard.append(f"group {index} hears of {names[param]}")
-            register(param, *further)
-
-        def reduce(**how: Any) -> None:
-            heard.append(f"group {index} reduces")
-            start(**how)
-
-        monkeypatch.setattr(group, "register_grad_ready", hear)
-        monkeypatch.setattr(group, "start_grad_sync", reduce)
+    def reduce(index: int, **_how: Any) -> None:
+        heard.append(f"group {index} reduces")
 
     for index, group in enumerate(trainer.model.bucket_groups):
-        listen(index, group)
+        noting(monkeypatch, group, "register_grad_ready", partial(hear, index))
+        noting(monkeypatch, group, "start_grad_sync", partial(reduce, index))
     return heard
 
 
 @pytest.mark.parametrize("bucket_size", [1000, 4000, None])
-def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eager(
-    monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
+def test_buckets_hear_and_are_reduced_in_the_order_of_eager(
+    monkeypatch: Any, bucket_size: int | None
 ) -> None:
     pair = rig.Pair(layers=4, ddp={**OVERLAP, "bucket_size": bucket_size})
     pair.step(rig.ONE, rig.TWO, times=3)
@@ -164,9 +158,7 @@ SHARED_PACKS: dict[str, tuple[Any, Options]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=marks) for name, (marks, _options) in SHARED_PACKS.items()]
-)
+@pytest.mark.parametrize("name", [pytest.param(it, marks=marks) for it, (marks, _) in SHARED_PACKS.items()])
 def test_graphs_have_eager_bits(worlds: Worlds, name: str) -> None:
     _marks, options = SHARED_PACKS[name]
     reports = worlds.of(2 * options.get("tp_size", 1)).run(context_jobs.train_shared, cp_size=2, **options)
@@ -196,8 +188,7 @@ MODELS: dict[str, tuple[Any, int, bool, Options]] = {
 def test_each_rank_has_its_share_of_whole_packs(worlds: Worlds, name: str) -> None:
     """Of documents, too, that are empty or end right at, before or behind a border between two ranks' rows.
     Losses of routers are those of whole packs, and are logged as these. Bug: in 0.16 they weighed the less
-    the more ranks shared a pack, where losses are per token. Where all packs are shared alike that is
-    Megatron's own, and all weigh alike."""
+    the more ranks shared a pack, where losses are per token. Where all share alike that is Megatron's own."""
     _marks, ranks, is_static, options = MODELS[name]
     given = {"cp_size": ranks, "is_static": is_static, **options}
     for losses, gradients, metrics in worlds.of(ranks).run(context_jobs.beside_one_process, **given):

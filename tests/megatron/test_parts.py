@@ -106,9 +106,7 @@ class ByPack(TransformerLayer):
 @pytest.mark.both  # what releases hand to an MLP differs
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 @pytest.mark.parametrize("kind", [Scaled, ByPack])
-def test_a_hosts_layer_is_split_and_its_halves_are_handed_what_the_release_hands_them(
-    kind: type, scopes: Sequence[str]
-) -> None:
+def test_a_hosts_layer_is_split_and_handed_what_the_release_hands(kind: type, scopes: Sequence[str]) -> None:
     """Bugs: if its forward was not Megatron's its halves could not be told apart. And packs, which releases
     since 0.19 hand to its MLP, that never got beside graphed attention, nor in a graph."""
     report = as_layers(rig.Pair(plugin={"cuda_graph_modules": scopes}), kind, 0)
@@ -149,8 +147,8 @@ def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:
     ]
 
 
-def test_the_models_own_config_names_scopes_and_steps_of_warm_up_where_ours_does_not(
-    install: rig.Install, caplog: pytest.LogCaptureFixture
+def test_the_models_config_says_scopes_and_warm_up_if_ours_does_not(
+    install: rig.Install, caplog: Any
 ) -> None:
     """Steps of warm-up that it named were passed over."""
     caplog.set_level(logging.INFO, logger="megagraph")
@@ -166,9 +164,8 @@ def test_the_models_own_config_names_scopes_and_steps_of_warm_up_where_ours_does
     megagraph.uninstall()
     install(cuda_graph_modules="mlp")
     trainer = Trainer(rig.OPTIONS, config={option: ["attn"]})
-    with pytest.raises(
-        ValueError, match=f"GraphConfig or {option} in the model's config, got both: mlp and attn"
-    ):
+    both = f"GraphConfig or {option} in the model's config, got both: mlp and attn"
+    with pytest.raises(ValueError, match=both):
         rig.step(trainer, [rig.ONE, rig.TWO])
 
 

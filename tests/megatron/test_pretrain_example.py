@@ -4,7 +4,6 @@ release with `megatron.training` (0.19). It is Megatron's on a CPU that it takes
 device there is replaced, and nothing else."""
 
 import functools
-import importlib
 import importlib.util
 import json
 import re
@@ -58,7 +57,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_a_sample_depends_on_its_number_alone_and_an_epoch_has_every_pack_once_in_an_order_of_its_own(
+def test_a_sample_is_told_by_its_number_and_an_epoch_has_each_pack_once_in_its_own_order(
     packs: list[Any],
 ) -> None:
     count, far = len(packs), 3 * len(packs)
@@ -89,12 +88,9 @@ def test_a_batch_is_the_pack_of_its_sample(packs: list[Any]) -> None:
         sample, batch = dataset[number], pretrain_packed.get_batch(batches, torch.device("cpu"))
         params = batch["packed_seq_params"]
         offsets = params.cu_seqlens_q
-        assert params.cu_seqlens_kv is offsets
-        assert params.qkv_format == "thd"
-        assert offsets.dtype == torch.int32
-        assert torch.equal(offsets, sample["cu_seqlens"])
-        assert offsets[0] == 0
-        assert offsets[-1] == batch["tokens"].numel() <= TOKENS
+        assert params.cu_seqlens_kv is offsets and params.qkv_format == "thd"
+        assert offsets.dtype == torch.int32 and torch.equal(offsets, sample["cu_seqlens"])
+        assert offsets[0] == 0 and offsets[-1] == batch["tokens"].numel() <= TOKENS
         assert type(params.max_seqlen_q) is int
         assert params.max_seqlen_q == params.max_seqlen_kv == int(offsets.diff().max())
         counts.add(offsets.numel())
@@ -106,9 +102,7 @@ def test_a_batch_is_the_pack_of_its_sample(packs: list[Any]) -> None:
     assert len(counts) > 2, "packs of one size show nothing"
 
 
-def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(
-    packs: list[Any], documents: Path
-) -> None:
+def test_a_canonical_sample_is_a_pack_and_a_document_without_loss(packs: list[Any], documents: Path) -> None:
     """For which there is room, or it is refused."""
     for sample in map(pack_sample, packs):
         rows, given = sample["tokens"].numel(), sample["cu_seqlens"]
@@ -118,14 +112,12 @@ def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(
             assert same(padded, sample)
             continue
         assert padded["max_seqlen"] == int(padded["cu_seqlens"].diff().max())
-        assert padded["cu_seqlens"].shape == (13,)
-        assert padded["cu_seqlens"].dtype == torch.int32
+        assert padded["cu_seqlens"].shape == (13,) and padded["cu_seqlens"].dtype == torch.int32
         assert torch.equal(padded["cu_seqlens"][: given.numel()], given)
         assert (padded["cu_seqlens"][given.numel() :] == TOKENS).all()
         assert padded["loss_mask"].sum() == sample["loss_mask"].sum()
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
-            assert padded[name].shape == (TOKENS,)
-            assert padded[name].dtype == sample[name].dtype
+            assert padded[name].shape == (TOKENS,) and padded[name].dtype == sample[name].dtype
             assert torch.equal(padded[name][:rows], sample[name])
     short = next(pack for pack in packs if pack.num_tokens < TOKENS)
     with pytest.raises(ValueError, match=f"fewer than {short.num_seqs} documents"):
@@ -151,8 +143,11 @@ ARGUMENTS = (
 )
 
 
+Pretrain = Callable[[str], dict[str, str]]
+
+
 @pytest.fixture
-def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Callable[[str], dict[str, str]]:
+def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Pretrain:
     """Runs the script with arguments; returns what the log says of each step and evaluation."""
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("this megatron-core has no megatron.training")
@@ -178,20 +173,14 @@ def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Callable[[str], d
             global_vars.destroy_global_vars()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             rerun_state_machine.destroy_rerun_state_machine()
-        return log_figures(capfd.readouterr().out)
+        log = capfd.readouterr().out
+        figures = dict(re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log))
+        steps = re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log)
+        for number, loss, norm in steps:
+            figures |= {f"loss {number}": loss, f"grad norm {number}": norm}
+        return figures
 
     return run
-
-
-def log_figures(log: str) -> dict[str, str]:
-    """The printed loss and gradient norm of each step, and the loss of each evaluation."""
-    steps = re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log)
-    evaluations = re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log)
-    return {
-        **{f"loss {number}": loss for number, loss, _ in steps},
-        **{f"grad norm {number}": norm for number, _, norm in steps},
-        **dict(evaluations),
-    }
 
 
 def install(mode: str) -> None:
@@ -203,8 +192,8 @@ def install(mode: str) -> None:
 # What torch's loader says on a CPU.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 @pytest.mark.parametrize("packs", ["", "--pack-canonical 8"], ids=["as they are", "canonical"])
-def test_the_log_is_that_of_eager_through_a_save_and_a_resume(
-    pretrain: Callable[[str], dict[str, str]], tmp_path: Path, packs: str
+def test_the_log_is_eagers_through_a_save_and_a_resume(
+    pretrain: Pretrain, tmp_path: Path, packs: str
 ) -> None:
     options = f"--train-iters 8 {packs}"
     install("eager")
@@ -235,15 +224,10 @@ def test_the_log_is_that_of_eager_through_a_save_and_a_resume(
     }
 
 
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [
+def test_what_packs_cannot_do_is_refused_by_name(pretrain: Pretrain) -> None:
+    for option, sentence in (
         ("--micro-batch-size 2", "--micro-batch-size: a micro-batch is one pack"),
         ("--pack-canonical 1", "--pack-canonical: expected at least 2 documents, got 1"),
-    ],
-)
-def test_what_packs_cannot_do_is_refused_by_name(
-    pretrain: Callable[[str], dict[str, str]], option: str, sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        pretrain(f"--train-iters 2 {option}")
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            pretrain(f"--train-iters 2 {option}")

@@ -164,21 +164,20 @@ def test_bits(name: str, worlds: Worlds, measured: list[Figure]) -> None:
     differences = [text for rank in ranks for text in rank["differences"]]
     replays, calls = (sum(report[key] for report in reports) for key in ("replays", "calls"))
     alarms = sum(report["eager"].get(reason, 0) for report in reports for reason in ALARMS)
-    what = f"losses and gradients that differ from eager's in {job.steps} steps"
-    measured += [
-        Figure(name=f"{name}: {what}", value=len(differences), unit="tensors", bar=0),
-        Figure(name=f"{name}: share of layer calls replayed", value=replays / calls, unit="1"),
-        Figure(
-            name=f"{name}: layer calls that ran eager in a false alarm", value=alarms, unit="calls", bar=0
-        ),
-    ]
+
+    def tell(what: str, value: float, unit: str, **further: Any) -> None:
+        measured.append(Figure(name=f"{name}: {what}", value=value, unit=unit, **further))
+
+    differ = f"losses and gradients that differ from eager's in {job.steps} steps"
+    tell(differ, len(differences), "tensors", bar=0)
+    tell("share of layer calls replayed", replays / calls, "1")
+    tell("layer calls that ran eager in a false alarm", alarms, "calls", bar=0)
     if job.main_case is not None:
         over = sum(n for why, n in reports[0]["eager"].items() if why.startswith(("TOO_", "SEQUENCE_")))
-        title, packs = f"{name}: packs over the capacity, run eager", over // reports[0]["layers"]
-        measured.append(Figure(name=title, value=packs, unit="packs", bar=3, better="higher"))
+        packs = over // reports[0]["layers"]
+        tell("packs over the capacity, run eager", packs, "packs", bar=3, better="higher")
         for what, unit in {"allocations": "allocations", "synchronisations": "calls"}.items():
-            title = f"{name}: {what} in {ranks[0]['replays']} replays"
-            measured.append(Figure(name=title, value=ranks[0][what], unit=unit, bar=0))
+            tell(f"{what} in {ranks[0]['replays']} replays", ranks[0][what], unit, bar=0)
         assert ranks[0]["allocations"] == ranks[0]["synchronisations"] == 0
     assert differences == [] and alarms == 0
     assert replays > calls / 2 and not any(report["failures"] for report in reports)

@@ -27,9 +27,7 @@ pytestmark = [
 ]
 
 Scopes = tuple[str, ...]
-needs_mixers = pytest.mark.skipif(
-    importlib.util.find_spec("mamba_ssm") is None, reason="needs mamba-ssm and causal-conv1d"
-)
+needs_mixers = pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is None, reason="needs mamba-ssm")
 HYBRID = "hybrid with Mamba and experts"
 DENSE: Config = {
     **{"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_z_loss_coeff": None},
@@ -44,12 +42,10 @@ MIXER = {"mamba_state_dim": 32, "mamba_head_dim": 32, "mamba_num_groups": 2}
 ROUTERS: Sequence[Scopes] = ((), ("moe_router",), ("moe_router", "moe_preprocess"))
 
 
-def with_each(own: Sequence[str], *of_experts: Scopes) -> list[Scopes]:
+def mixed(own: Sequence[str], *of_experts: Scopes) -> list[Scopes]:
     """Each subset of some scopes with each of those of experts; not the empty one."""
-    subsets = itertools.chain.from_iterable(
-        itertools.combinations(own, count) for count in range(len(own) + 1)
-    )
-    return [(*one, *other) for one in subsets for other in of_experts if one or other]
+    some = itertools.chain.from_iterable(itertools.combinations(own, count) for count in range(len(own) + 1))
+    return [(*one, *other) for one in some for other in of_experts if one or other]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +62,17 @@ class Model:
 
 GATHERED = [("attn",), ("attn", "moe_router"), ("attn", "mlp", "moe_router")]
 MODELS = {
-    "dense": Model(kinds="--", scopes=[(), *with_each(("attn", "mlp"), ())], config=DENSE),
-    "experts": Model(kinds="EE", scopes=with_each(("attn",), *ROUTERS), config=EIGHT),
-    "experts among dense layers": Model(
-        kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS), config=EIGHT
-    ),
-    "padded experts": Model(
-        kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS[1:], ("moe",)), config=PADDED
-    ),
+    "dense": Model(kinds="--", scopes=[(), *mixed(("attn", "mlp"), ())], config=DENSE),
+    "experts": Model(kinds="EE", scopes=mixed(("attn",), *ROUTERS), config=EIGHT),
+    "experts among dense layers": Model(kinds="E-", scopes=mixed(("attn", "mlp"), *ROUTERS), config=EIGHT),
+    "padded experts": Model(kinds="E-", scopes=mixed(("attn", "mlp"), *ROUTERS[1:], ("moe",)), config=PADDED),
     # Dropless experts and padded ones, with the other dispatcher that may have both.
     "dispatcher allgather": Model(kinds="E-", scopes=GATHERED, config={**EIGHT, **moe_rig.GATHERS}),
     "padded, dispatcher allgather": Model(kinds="E-", scopes=GATHERED, config={**PADDED, **moe_rig.GATHERS}),
     "MLA and experts": Model(
-        kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS), config=EIGHT, mla="low rank, YaRN"
+        kinds="E-", scopes=mixed(("attn", "mlp"), *ROUTERS), config=EIGHT, mla="low rank, YaRN"
     ),
-    HYBRID: Model(kinds="ME*E-", scopes=with_each(("mamba", "attn", "mlp"), *ROUTERS), config=EIGHT),
+    HYBRID: Model(kinds="ME*E-", scopes=mixed(("mamba", "attn", "mlp"), *ROUTERS), config=EIGHT),
 }
 
 

@@ -24,19 +24,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # its own, of every kind
 ]
 
-
-OVERLAP = {"overlap_grad_reduce": True}
+CHUNKS = {"cuda_graph_granularity": "chunk", "cuda_graph_slots": 2}
 FUSED_ROPE = {"apply_rope_fusion": True, "normalization": "RMSNorm"}
 # Megatron's config, its DDP's, ours; steps, sites, graphs (in each slot forwards, and backwards of training).
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, int, int]] = {
     "LayerNorm, fused RoPE": ({**FUSED_ROPE, "normalization": "LayerNorm"}, {}, {}, 8, 2, 6),
     "RMSNorm, unfused RoPE": ({"normalization": "RMSNorm"}, {}, {}, 8, 2, 6),
-    "one graph": (
-        FUSED_ROPE,
-        OVERLAP,
-        {"cuda_graph_granularity": "chunk", "cuda_graph_slots": 2},
-        *(100, 1, 6),
-    ),
+    "one graph": (FUSED_ROPE, {"overlap_grad_reduce": True}, CHUNKS, 100, 1, 6),
 }
 
 
@@ -75,9 +69,8 @@ def test_a_hybrid_model_of_its_layers(install: rig.Install, fused_rope: bool) ->
 
     install()
     config = {"apply_rope_fusion": fused_rope, "normalization": "RMSNorm"}
-    report = rig.Pair(rig.HybridTrainer, spec=hybrid_stack_spec, config=config).train(
-        parallel_jobs.steps_of(6)
-    )
+    pair = rig.Pair(rig.HybridTrainer, spec=hybrid_stack_spec, config=config)
+    report = pair.train(parallel_jobs.steps_of(6))
     rig.ran(report, 5 * 3 * len(rig.HYBRID_PATTERN), WARMING_UP=3 * len(rig.HYBRID_PATTERN))
     assert report["model"] == "HybridModel #2"
 
@@ -118,9 +111,7 @@ def test_dropout_from_its_random_streams() -> None:
     ("max_seqlen", "fused_rope", "aliased"),
     [(64, True, False), (64, False, True), (32, True, True), (32, False, False)],
 )
-def test_canonical_packs_have_the_bits_of_an_unpatched_run(
-    max_seqlen: int, fused_rope: bool, aliased: bool
-) -> None:
+def test_canonical_packs_have_unpatched_bits(max_seqlen: int, fused_rope: bool, aliased: bool) -> None:
     """Bug: unfused, with a table as long as the pack, every loss differed from that of the unpatched run."""
     capacity = rig.CAPACITY.replace(max_seqlen=max_seqlen)
     steps = canonical_steps(capacity, 60, aliased=aliased)
@@ -137,12 +128,8 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(
 def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: float) -> None:
     """Bug: with sequence parallelism the block's random stream was swapped in once more for the capture, and
     no layer, each with a kernel that draws without effect, was captured."""
-    transformer = {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": sequence_parallel,
-        "apply_rope_fusion": True,
-        "hidden_dropout": dropout,
-    }
+    transformer = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    transformer |= {"apply_rope_fusion": True, "hidden_dropout": dropout}
     given = {"make": partial(parallel_jobs.model, engine=True), "config": transformer, "num_steps": 4}
     reports = world2.run(parallel_jobs.train_pair, tensor_parallel=2, **given)
     for report in reports:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import random as streams
 from megatron_rig import ONE, OPTIONS, is_capturing, step
 from same_bits import assert_same_bits
 from torch import nn
@@ -44,21 +46,14 @@ def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
     is_tes_own: bool, raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its attention refuses any other tracker while its flag is set."""
-    from megatron.core import tensor_parallel
-
     told: list[str] = []
-
-    class CudaRNGStatesTracker:
-        """Of the stand-in for Transformer Engine."""
-
-    told_of = {f"set_capture_{what}": partial(told.append, what) for what in ("start", "end")}
-    graph = SimpleNamespace(**told_of)
-    engine = SimpleNamespace(CudaRNGStatesTracker=CudaRNGStatesTracker)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.graph", graph)
+    graph = {f"set_capture_{what}": partial(told.append, what) for what in ("start", "end")}
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.graph", SimpleNamespace(**graph))
+    engine = SimpleNamespace(CudaRNGStatesTracker=type("CudaRNGStatesTracker", (), {}))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", engine)
-    tracker = CudaRNGStatesTracker() if is_tes_own else object()
+    tracker = engine.CudaRNGStatesTracker() if is_tes_own else object()
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
-    monkeypatch.setattr(tensor_parallel.random, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
+    monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
     with contextlib.suppress(ArithmeticError), capturing():
         assert told == (["start"] if is_tes_own else [])
         if raises:
@@ -66,65 +61,49 @@ def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
     assert told == (["start", "end"] if is_tes_own else [])
 
 
-class _Streams:
-    """Megatron's functions that swap random streams, each of which notes its call."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, graph_safe: bool) -> None:
-        from megatron.core.tensor_parallel import random as streams
-
-        self.tracker = streams.get_cuda_rng_tracker()
-        self.module: Any = streams
-        self.calls: list[str] = []
-
-        @contextlib.contextmanager
-        def fork(_tracker: Any, name: str = "stream") -> Iterator[None]:
-            self.calls.append(f"fork {name}")
-            yield
-
-        def get_all() -> str:
-            self.calls.append("get")
-            return "states"
-
-        def set_all(*states: Any) -> None:
-            self.calls.append(f"set {len(states)}")
-
-        monkeypatch.setattr(streams.CudaRNGStatesTracker, "fork", fork)
-        monkeypatch.setattr(streams, "_get_all_rng_states", get_all)
-        monkeypatch.setattr(streams, "_set_all_rng_states", set_all)
-        monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: graph_safe)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        self.before = self.now()
-
-    def now(self) -> list[Any]:
-        names = "_get_all_rng_states", "_set_all_rng_states"
-        return [self.module.CudaRNGStatesTracker.fork, *(getattr(self.module, name) for name in names)]
-
-    def use(self) -> tuple[list[str], Any]:
-        """Forks, reads and sets once: what was called, and what was read."""
-        self.calls.clear()
-        with self.module.CudaRNGStatesTracker.fork(self.tracker, "named"):
-            pass
-        states = self.module._get_all_rng_states()
-        self.module._set_all_rng_states(1, 2, 3)
-        return [*self.calls], states
-
-
 @pytest.mark.parametrize("graph_safe", [False, True])
 def test_random_streams_are_swapped_outside_of_a_stream_capture_only(
     graph_safe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Generators are no saved states: those swap inside a capture too."""
-    streams = _Streams(monkeypatch, graph_safe=graph_safe)
-    swapped, fixed = (["fork named", "get", "set 3"], "states"), ([], (None, None, None))
-    is_captured = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured[0])
+    tracker, calls, is_captured = streams.get_cuda_rng_tracker(), list[str](), False
+
+    @contextlib.contextmanager
+    def fork(_tracker: Any, name: str = "stream") -> Iterator[None]:
+        calls.append(f"fork {name}")
+        yield
+
+    def get_all() -> str:
+        calls.append("get")
+        return "states"
+
+    def now() -> list[Any]:
+        """Megatron's functions that swap random streams."""
+        tracker = streams.CudaRNGStatesTracker
+        return [tracker.fork, streams._get_all_rng_states, streams._set_all_rng_states]
+
+    def use() -> tuple[list[str], Any]:
+        """Forks, reads and sets once: what was called, and what was read."""
+        calls.clear()
+        with streams.CudaRNGStatesTracker.fork(tracker, "named"):
+            states = streams._get_all_rng_states()
+        streams._set_all_rng_states(1, 2, 3)
+        return [*calls], states
+
+    monkeypatch.setattr(streams.CudaRNGStatesTracker, "fork", fork)
+    monkeypatch.setattr(streams, "_get_all_rng_states", get_all)
+    monkeypatch.setattr(streams, "_set_all_rng_states", lambda *states: calls.append(f"set {len(states)}"))
+    monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: graph_safe)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+    before, swapped, fixed = now(), (["fork named", "get", "set 3"], "states"), ([], (None, None, None))
     with pytest.raises(ArithmeticError), capturing():
-        assert streams.use() == swapped  # in the warm-up, say
-        is_captured[0] = True
-        assert streams.use() == (swapped if graph_safe else fixed)
+        assert use() == swapped  # in the warm-up, say
+        is_captured = True
+        assert use() == (swapped if graph_safe else fixed)
         raise ArithmeticError("an injected failure")
-    assert streams.now() == streams.before
-    assert streams.use() == swapped
+    assert now() == before
+    assert use() == swapped
 
 
 def test_every_module_keeps_its_own_mode_and_gets_its_flag_of_the_first_micro_batch_back() -> None:
