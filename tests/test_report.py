@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports: as tables, scalars, files and pictures, and files of another kind."""
 
-import io
 import json
 import os
 import re
@@ -26,29 +25,20 @@ from megagraph.report import check_target, path_of_stage, report_text, scalars, 
 
 KEYS = ("model", "calls", "replays", "eager", "capacities", "capture_seconds", "padding_share")
 MODEL: dict[str, Any] = {
-    "model": "GPTModel",
-    "layers": 2,
-    "calls": 12_000,
-    "replays": 9_000,
-    "eager": {"WARMING_UP": 2_400, "TOO_MANY_SEQUENCES": 600},
-    "capacities": [
-        {"tokens": 512, "num_seqs": 8, "max_seqlen": 512},
-        {"tokens": 512, "num_seqs": 32, "max_seqlen": 512},
-    ],
-    "capture_seconds": 1.256,
-    "replayed_rows": 40_000,
-    "padding_share": 0.125,
-    "failures": [],
+    **{"model": "GPTModel", "layers": 2, "calls": 12_000, "replays": 9_000, "failures": []},
+    **{"eager": {"WARMING_UP": 2_400, "TOO_MANY_SEQUENCES": 600}, "capture_seconds": 1.256},
+    **{"replayed_rows": 40_000, "padding_share": 0.125},
+    "capacities": [{"tokens": 512, "num_seqs": count, "max_seqlen": 512} for count in (8, 32)],
 }
 IDLE = MODEL | {"model": "Idle", "calls": 0, "replays": 0, "eager": {}, "capacities": []}
 IDLE |= {"capture_seconds": 0.0, "replayed_rows": 0, "padding_share": None}
 
 
 def shown(reports: Sequence[dict[str, Any]]) -> str:
-    console = Console(width=200, file=io.StringIO())
-    console.print(report_table(reports))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(report_table(reports))
+    return printed.get()
 
 
 def cells(reports: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
@@ -62,14 +52,9 @@ def cells(reports: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def test_the_table_names_graphs_that_are_used_unverified() -> None:
-    sites = [
-        {"variant": variant, "site": f"layer {layer}", "why": why}
-        for variant, why, layers in (
-            ("training, 64 tokens", "no micro-batch", 3),
-            ("evaluation", "NESTING", 1),
-        )
-        for layer in range(layers)
-    ]
+    training = {"variant": "training, 64 tokens", "why": "no micro-batch"}
+    sites = [{**training, "site": f"layer {layer}"} for layer in range(3)]
+    sites.append({"variant": "evaluation", "why": "NESTING", "site": "layer 0"})
     rows = cells([MODEL | {"verification": {"unverified_sites": sites}}])
     assert rows["not verified"] == ["layer 0 and 2 more (training, 64 tokens): no micro-batch"]
     assert "layer 0 (evaluation): NESTING" in rows[""]
@@ -132,24 +117,15 @@ def test_scalars_are_plain_numbers_by_model_and_name_since_an_earlier_report() -
     first = scalars([MODEL])
     assert first == {f"megagraph/GPTModel/{name}": value for name, value in plain.items()}
     assert {type(value) for value in first.values()} == {float}
-    later = MODEL | {
-        "calls": 12_100,
-        "replays": 9_090,
-        "replayed_rows": 40_200,
-        "padding_share": 5_150 / 40_200,
-    }
-    later |= {"eager": MODEL["eager"] | {"NESTING": 10}}
+    later = MODEL | {"calls": 12_100, "replays": 9_090, "replayed_rows": 40_200}
+    later |= {"padding_share": 5_150 / 40_200, "eager": MODEL["eager"] | {"NESTING": 10}}
     stage = MODEL | {"model": "GPTModel (stage 1, chunk 0) #2"}
-    values = scalars([later, stage], since=[MODEL])
-    second = dict(
-        zip(plain, [100.0, 90.0, 0.0, 200.0, 150.0, 0.9, 0.75, 0.0, 0.0], strict=True),
-        **{"eager/NESTING": 10.0},
-    )
-    assert second == {
-        name.removeprefix("megagraph/GPTModel/"): it for name, it in values.items() if "stage" not in name
+    second = dict(zip(plain, [100.0, 90.0, 0.0, 200.0, 150.0, 0.9, 0.75, 0.0, 0.0], strict=True))
+    values = {
+        f"megagraph/GPTModel/{name}": value for name, value in (second | {"eager/NESTING": 10.0}).items()
     }
-    assert values["megagraph/GPTModel_stage_1_chunk_0_2/calls"] == 12_000.0
-    assert len(values) == len(second) + len(plain)
+    values |= {f"megagraph/GPTModel_stage_1_chunk_0_2/{name}": value for name, value in plain.items()}
+    assert scalars([later, stage], since=[MODEL]) == values
 
 
 @pytest.mark.parametrize("reports", [[], [MODEL | {"of_a_later_version": 1}], [MODEL, IDLE]])
