@@ -108,28 +108,21 @@ def wrong_in_captures(trainer: Trainer, how: str) -> Undo:
 
 def freezes(of: Callable[[Trainer], nn.Module]) -> Do:
     def do(trainer: Trainer) -> Undo:
-        params = [param for param in of(trainer).parameters() if param.requires_grad]
-
-        def require(value: bool) -> None:
-            for param in params:
-                param.requires_grad_(value)
-
-        require(False)
-        return lambda: require(True)
+        trained = nn.ParameterList(param for param in of(trainer).parameters() if param.requires_grad)
+        return trained.requires_grad_(False).requires_grad_
 
     return do
 
 
 def switches_adapters(trainer: Trainer) -> Undo:
     adapted = [it for it in trainer.chunk.modules() if isinstance(it, AdaptedLinear)]
-    before = [it._adapter_enabled for it in adapted]
 
-    def switch(values: list[bool]) -> None:
-        for module, value in zip(adapted, values, strict=True):
-            module._adapter_enabled = value
+    def switch() -> None:
+        for module in adapted:
+            module._adapter_enabled = not module._adapter_enabled
 
-    switch([not value for value in before])
-    return lambda: switch(before)
+    switch()
+    return switch
 
 
 def steers(trainer: Trainer) -> Undo:

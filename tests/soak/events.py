@@ -172,11 +172,8 @@ def calls_without_a_schedule(trainer: Any, micros: list[rig.Micro], how: str) ->
 
 @step("STATE_CHANGED")
 def trains_in_evaluation_mode(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
-    trainer.model.eval()
-    try:
+    with told(trainer.model.train, False, True):
         return rig.step(trainer, micros)
-    finally:
-        trainer.model.train()
 
 
 @step(of_ranks=False)
@@ -206,32 +203,27 @@ def _raise(*_args: Any, **_kwargs: Any) -> None:
 )
 def breaks_off(trainer: Any, micros: list[rig.Micro], how: str) -> Any:
     """In its last micro-batch. What it has added to gradients is compared."""
-    left, chunk = len(micros), trainer.chunk
+    chunk = trainer.chunk
     module = {"embedding": getattr(chunk, "embedding", None), "layer": chunk.decoder.layers[-1]}.get(how)
-
-    def breaks_backward(reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def reduces(losses: torch.Tensor) -> Any:
-            losses.register_hook(_raise)
-            return reduce(losses)
-
-        return reduces
-
     # No capture runs it: a state that has not been before.
     broken = {"_call_impl": _raise, "broken": next(_BROKEN)}
 
     def forward_step(data: Iterator[rig.Micro], model: Any, return_schedule_plan: bool = False) -> Any:
-        nonlocal left
-        left -= 1
-        if not left and how == "data":
+        micro = next(data)
+        is_last = micro is micros[-1]
+        if is_last and how == "data":
             raise Broken
-        if not left and module is not None:
+        if is_last and module is not None:
             vars(module).update(broken)
-        losses, reduce = rig.forward(run_of(model, return_schedule_plan), next(data), trainer.device)
-        if left:
-            return losses, reduce
-        if how == "forward":
+        out, reduce = rig.forward(run_of(model, return_schedule_plan), micro, trainer.device)
+        if is_last and how == "forward":
             raise Broken
-        return losses, {"backward": breaks_backward(reduce), "loss": _raise}.get(how, reduce)
+
+        def breaks_backward(losses: torch.Tensor) -> Any:
+            losses.register_hook(_raise)
+            return reduce(losses)
+
+        return out, {"backward": breaks_backward, "loss": _raise}.get(how, reduce) if is_last else reduce
 
     trainer.zero_grad()
     with contextlib.suppress(Broken):
@@ -257,11 +249,8 @@ def asks_a_reference(trainer: Any, micros: list[rig.Micro], how: int) -> Any:
 # -- contexts of a step ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _suspended() -> Iterator[None]:
-    megagraph.suspend()
-    yield
-    megagraph.resume()
+def _suspended() -> AbstractContextManager[None]:
+    return told(lambda is_on: megagraph.suspend() if is_on else megagraph.resume(), True, False)
 
 
 _default_dtype = partial(told, torch.set_default_dtype, torch.float64, torch.float32)
