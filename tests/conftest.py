@@ -18,6 +18,7 @@ from types import ModuleType
 # Shapes are small: more threads would only wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are not installed
 
 TEST_CORE = os.environ.get("MEGAGRAPH_TEST_CORE")
 if TEST_CORE:

@@ -20,19 +20,17 @@ from typing import Any
 import pytest
 import torch
 from pytest import MonkeyPatch
+from run_scripts import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # benchmarks are not installed
-
-from benchmarks import plot  # noqa: E402
-from benchmarks.measuring import children, results  # noqa: E402
-from benchmarks.measuring.clocks import MIB, PART, STEP, read_timeline  # noqa: E402
-from benchmarks.measuring.results import RESULTS, Figure, measure, read_figures, write_result  # noqa: E402
-from benchmarks.subjects import inside, layers, overlap, packs  # noqa: E402
-from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
-from benchmarks.subjects.steps import ROUNDS, StepCase, StepTrainer, walls_in_turns  # noqa: E402
-from megagraph.demo.packs import Pack  # noqa: E402
-from megagraph.reasons import EagerReason  # noqa: E402
+from benchmarks import plot
+from benchmarks.measuring import children, results
+from benchmarks.measuring.clocks import MIB, PART, STEP, read_timeline
+from benchmarks.measuring.results import RESULTS, Figure, measure, read_figures, write_result
+from benchmarks.subjects import inside, layers, overlap, packs
+from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case
+from benchmarks.subjects.steps import ROUNDS, StepCase, StepTrainer, walls_in_turns
+from megagraph.demo.packs import Pack
+from megagraph.reasons import EagerReason
 
 command = importlib.import_module("benchmarks.__main__")
 BENCHMARKS: dict[str, Any] = {it: importlib.import_module(f"benchmarks.bench_{it}") for it in command.NAMES}

@@ -5,15 +5,11 @@ import ctypes
 import dataclasses
 import gc
 import itertools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are not installed
 
 import megagraph
 from benchmarks import bench_bits as bits
