@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs scenarios, one seed after another, until the time is over; what fails is shrunk, and told."""
+"""Random models, hosts and changes, by seed: after each event graphs have the bits of eager.
+
+    python -m tests.soak --seed 1 --seconds 600
+
+Runs scenarios until the time is over; what fails is made as short as it can be, and told. A scenario is a
+model, options of the plugin and a list of events: plain data that a seed draws (`scenarios.py`) from kinds
+(`models.py`) and a table (`events.py`). `twins.py` runs one on two models of the same weights.
+"""
 
 import argparse
 import os
@@ -10,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak")
     parser.add_argument("--seed", type=int, default=0, help="of the first scenario")
     parser.add_argument("--events", type=int, default=40, help="of each scenario")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all; 0 runs one scenario")
