@@ -67,9 +67,13 @@ def test_the_table_of_options_is_what_the_command_prints(capsys: pytest.CaptureF
     assert capsys.readouterr().out in read(ROOT / "docs" / "configuration.md")
 
 
-def test_every_eager_reason_has_its_heading_in_order() -> None:
-    headings = re.findall(r"^## `(\w+)`$", read(ROOT / "docs" / "reasons.md"), re.MULTILINE)
-    assert headings == [reason.name for reason in EagerReason]
+def test_every_eager_reason_has_its_section_in_order_which_begins_with_its_remedy() -> None:
+    text = LINK.sub(lambda link: link[0].partition("]")[0][1:], read(ROOT / "docs" / "reasons.md"))
+    sections = re.findall(r"^## `(\w+)`$(?:\n\n(.+)$)?", text, re.MULTILINE)
+    assert [name for name, _begins in sections] == [reason.name for reason in EagerReason]
+    for reason, (_name, begins) in zip(EagerReason, sections, strict=True):
+        remedy = reason.remedy[0].upper() + reason.remedy[1:]
+        assert begins.replace("`", "").startswith(remedy), reason
 
 
 def test_the_page_of_the_api_names_what_is_public() -> None:
