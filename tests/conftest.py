@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test runs under: which megatron-core, one thread, what is skipped.
-
-`MEGAGRAPH_TEST_CORE` names a folder with an unpacked megatron-core wheel that is tested in place of the
-installed release.
-"""
+"""What every test runs under: which megatron-core, one thread, what is skipped. `MEGAGRAPH_TEST_CORE` names a
+folder with an unpacked megatron-core wheel that is tested in place of the installed release."""
 
 import gc
 import importlib.util
@@ -47,10 +44,8 @@ def megatron_core_version() -> str | None:
 
 
 def import_core() -> None:
-    """Imports megatron-core, which warns of Transformer Engine's changes when it is first imported.
-
-    With it mamba-ssm where that is installed. It warns too, and picks its kernels' configurations then.
-    """
+    """Imports megatron-core, which warns of Transformer Engine's changes when it is first imported. With it
+    mamba-ssm where that is installed. It warns too, and picks its kernels' configurations then."""
     os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -83,12 +78,10 @@ def rope_utils() -> ModuleType:
 
 @pytest.fixture
 def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Megatron's fused RoPE of multi-latent attention, whose kernels work on one head at a time.
-
-    What they leave depends on the number that their autotuner picks. Sums over heads go by it. And with two
-    the gradient of queries has a data race: warps share a head that they rotate in place, and one writes what
-    another has not read yet.
-    """
+    """Megatron's fused RoPE of multi-latent attention, whose kernels work on one head at a time. What they
+    leave depends on the number that their autotuner picks. Sums over heads go by it. And with two the
+    gradient of queries has a data race: warps share a head that they rotate in place, and one writes what
+    another has not read yet."""
     module = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
     if not module.HAVE_TRITON:
         pytest.skip("Megatron's fused RoPE of multi-latent attention needs Triton")

@@ -81,11 +81,9 @@ def test_the_public_names_are_listed_and_the_version_is_the_cores(capsys: Captur
 
 
 def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_built(tmp_path: Path) -> None:
-    """Built as without a GPU and without a former build's list of files.
-
-    It held no header, and of a build without CUDA no kernel; and ten test files without their conftest.
-    That it builds, installs and runs is checked by `make sdist`.
-    """
+    """Built as without a GPU and without a former build's list of files. It held no header, and of a build
+    without CUDA no kernel; and ten test files without their conftest. That it builds, installs and runs is
+    checked by `make sdist`."""
     pytest.importorskip("setuptools")
     folders = "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path
     folders += "build_py", "--build-lib", tmp_path / "built"

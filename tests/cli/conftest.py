@@ -19,10 +19,8 @@ TINY |= {"--warmup-steps": "1", "--steps": "6", "--timed-steps": "2"}
 
 @pytest.fixture(autouse=True)
 def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No options from outside, lines that do not wrap, errors of Megatron alone; afterwards all as it was.
-
-    No command leaves the plugin or a step without graphs, however it ends.
-    """
+    """No options from outside, lines that do not wrap, errors of Megatron alone; afterwards all as it was. No
+    command leaves the plugin or a step without graphs, however it ends."""
     for name in list(os.environ):
         if name.startswith("MEGAGRAPH_") and name != "MEGAGRAPH_TEST_CORE":
             monkeypatch.delenv(name)

@@ -91,10 +91,8 @@ def test_a_script_replays_and_may_ask_for_what_is_installed_already_and_for_noth
 
 @pytest.mark.megatron
 def test_whoever_only_asks_if_megatron_is_there_leaves_the_import_alone(start: Start) -> None:
-    """Bug: such a probe, as verl's, took the finder away, and the import behind it installed nothing.
-
-    With a finder more, as verl makes one; with one alone above.
-    """
+    """Bug: such a probe, as verl's, took the finder away, and the import behind it installed nothing. With a
+    finder more, as verl makes one; with one alone above."""
     done = start("-c", f"import megagraph.auto\n{PROBES}", AUTO="1")
     assert (done.returncode, done.stdout) == (0, f"{PROBED}\n"), done.stderr
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is wrong is one sentence that names it as it was typed; exit code 2, and nothing is touched.
-
-What only has to be named is here; rows of documents, each kind of value and each part of a report have tests
-of their own: tests/demo/test_documents.py, tests/test_config.py, tests/test_report.py.
-"""
+"""Whatever is wrong is one sentence that names it as it was typed; exit code 2, and nothing is touched. What
+only has to be named is here; rows of documents, each kind of value and each part of a report have tests of
+their own: tests/demo/test_documents.py, tests/test_config.py, tests/test_report.py."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example of the documentation runs, or says in its first line that it is a fragment.
-
-In a folder with the script and the options of docs/first-hour.md, and in a process without a GPU: scripts end
-the groups of theirs.
-"""
+"""Every example of the documentation runs, or says in its first line that it is a fragment. In a folder with
+the script and the options of docs/first-hour.md, and in a process without a GPU: scripts end the groups of
+theirs."""
 
 import contextlib
 import io

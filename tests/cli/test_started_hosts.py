@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts as their users start them, under MEGAGRAPH_AUTO=1: their own loops, optimizers and packs.
-
 `started/launch.py` says what stands in for a GPU, with `started/transformer_engine`. MEGAGRAPH_TEST_HOSTS is
 the folder of `pip install --no-deps --target FOLDER` of verl 0.9.1, mbridge 0.15.1, megatron-bridge 0.3.1,
-ms-swift 4.6.0, mcore-bridge 1.6.5, transformers 5.8.1 and what they import.
-"""
+ms-swift 4.6.0, mcore-bridge 1.6.5, transformers 5.8.1 and what they import."""
 
 import json
 import os

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of events: what hosts do to models, steps and the plugin.
-
-An event is drawn as plain data. `applies` says whether it can happen to what there is, `do` does the same to
-both twins, and `reasons` are those that it explains, from then on.
-"""
+"""The table of events: what hosts do to models, steps and the plugin. An event is drawn as plain data.
+`applies` says whether it can happen to what there is, `do` does the same to both twins, and `reasons` are
+those that it explains, from then on."""
 
 import contextlib
 import gc
@@ -66,10 +64,8 @@ def event(*reasons: str, **given: Any) -> Callable[[Callable[..., None]], Callab
 def step(
     *reasons: str, how: Sequence[Any] = (None,), **given: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same of a trainer, its micro-batches and one of several ways; what it leaves is compared.
-
-    If it is an event of some ranks, it is told whether it is one of this rank.
-    """
+    """The same of a trainer, its micro-batches and one of several ways; what it leaves is compared. If it is
+    an event of some ranks, it is told whether it is one of this rank."""
     given = {"draw": lambda rng: {**packs(rng), "how": rng.choice(how)}, **given}
 
     def add(work: Callable[..., Any]) -> Callable[..., Any]:

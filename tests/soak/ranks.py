@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a scenario on two ranks, each of which compares its own bits.
-
-A rank whose other one has raised waits inside of NCCL until it is killed. Under MPS that may end every other
-process of its server (`cudaErrorIllegalAddress`): give pairs of ranks a GPU, or a server, of their own.
-"""
+"""Runs a scenario on two ranks, each of which compares its own bits. A rank whose other one has raised waits
+inside of NCCL until it is killed. Under MPS that may end every other process of its server
+(`cudaErrorIllegalAddress`): give pairs of ranks a GPU, or a server, of their own."""
 
 import re
 import time

@@ -48,10 +48,8 @@ class EagerRaises(Exception):
 
 
 class AsGiven(Exception):
-    """No layer has a graph, so that packs run as they were given: some kernels round otherwise then.
-
-    Experts that are padded to a capacity drop other tokens: it goes by the rows.
-    """
+    """No layer has a graph, so that packs run as they were given: some kernels round otherwise then. Experts
+    that are padded to a capacity drop other tokens: it goes by the rows."""
 
 
 class Unverified(Exception):
@@ -232,12 +230,10 @@ class Twins:
 
     def ranks_of(self, name: str, ranks: Sequence[int], *, inside: bool = False) -> Sequence[int]:
         """The ranks that a change may be of, where these were drawn; `inside` of a step or between two.
-
         Without gradients of its input a layer has fewer collectives, and none if it is frozen. With sequence
         parallelism which rows a rank has goes by the padding, and what one rank alone computes otherwise does
         so of other rows. So it does inside of a step where the others have no graphs left and run packs as
-        given: it asks them then, and here nobody answers.
-        """
+        given: it asks them then, and here nobody answers."""
         of_rows = ("frozen layer", "hook on a gradient", *OF_FORWARDS)
         is_of_all = name == "frozen embedding" or (self.layout == "sp" and name in of_rows)
         is_of_all |= name == "frozen layer" and self.has_frozen("embedding")
@@ -249,10 +245,8 @@ class Twins:
         return self.pairs[0].both if self.is_of(ranks) else ()
 
     def each(self, work: Callable[[Trainer], Any], model: int = 0, *, is_alone: bool = False) -> None:
-        """The same work on both, on the first without graphs, which must leave the same.
-
-        `is_alone`: something happens to one rank inside of the step.
-        """
+        """The same work on both, on the first without graphs, which must leave the same. `is_alone`:
+        something happens to one rank inside of the step."""
         was_alone, self._is_alone = self._is_alone, is_alone
         pair = self.pairs[model if model < len(self.pairs) else 0]
         self._seed += 1
@@ -328,10 +322,8 @@ class Twins:
             self._compare_ranks()
 
     def _compare_ranks(self) -> None:
-        """Of packs that they share: whether one has replayed more, which another has asked it for.
-
-        That would be an error by name, and the end of the job: another one begins.
-        """
+        """Of packs that they share: whether one has replayed more, which another has asked it for. That would
+        be an error by name, and the end of the job: another one begins."""
         report = self._report_of(self.pairs[0].graphed)
         shared = report["cp_sizes"].get("2", {}) if self.layout == "some" else {"replayed": report["replays"]}
         replays, said = shared.get("replayed", 0), [None, None]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""launch.py MODULE ARGUMENTS: `python -m MODULE ARGUMENTS`, on a machine without a GPU.
-
-Keeps the weights after each step of any optimizer, in the file that KEEP names.
-"""
+"""launch.py MODULE ARGUMENTS: `python -m MODULE ARGUMENTS`, on a machine without a GPU. Keeps the weights
+after each step of any optimizer, in the file that KEEP names."""
 
 import os
 import runpy

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's actor and its reference without Ray and rollout: old log-probabilities, a reference's, an update.
-
-By the worker's own methods, and from its own configuration.
-"""
+"""verl's actor and its reference without Ray and rollout: old log-probabilities, a reference's, an update. By
+the worker's own methods, and from its own configuration."""
 
 import sys
 

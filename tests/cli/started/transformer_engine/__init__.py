@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for Transformer Engine on a machine without a GPU: layers of one rank, in torch's own ops.
-
-As far as hosts build dense models of Megatron's specs for it. Says nothing of its kernels.
-"""
+"""Stands in for Transformer Engine on a machine without a GPU: layers of one rank, in torch's own ops. As far
+as hosts build dense models of Megatron's specs for it. Says nothing of its kernels."""
 
 import sys
 from importlib.machinery import ModuleSpec
