@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import runpy
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -78,6 +79,20 @@ def test_the_public_names_are_listed_and_the_version_is_the_cores(capsys: Captur
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"megagraph {build_info.VERSION}\n"
+
+
+def test_the_module_shows_its_commands_without_megatron(capsys: CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    for words in ("usage: megagraph", "demo", "run a training script", "show the report"):
+        assert words in said
+    command = [sys.executable, "-X", "importtime", "-m", "megagraph", "run", "gone.py"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 2 and shown.stdout == "" and "Traceback" not in shown.stderr
+    assert "megagraph run: expected a script, gone.py is no file" in shown.stderr.splitlines()
+    assert re.search(r"\|\s+torch$", shown.stderr, re.MULTILINE)
+    assert not re.search(r"\|\s+megatron\b", shown.stderr)
 
 
 def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_built(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports: as tables, scalars, files and pictures, and files of another kind."""
+"""Reports: as tables, scalars, files, pictures and a sentence, and files of another kind."""
 
 import json
 import os
@@ -21,6 +21,8 @@ from rich.console import Console
 
 from megagraph.cli import main
 from megagraph.cli.reports import Lease, draw_timeline, read_leases, read_report, report_table
+from megagraph.cli.run import saved
+from megagraph.reasons import verdict
 from megagraph.report import check_target, path_of_stage, report_text, scalars, write_report
 
 KEYS = ("model", "calls", "replays", "eager", "capacities", "capture_seconds", "padding_share")
@@ -354,6 +356,63 @@ def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("megagraph report: ") and message in err
     assert [*tmp_path.iterdir()] == [path]
+
+
+# -- the line at the end ---------------------------------------------------------------------------
+
+
+def counted(replays: int, needed: tuple[int, int, int] | None = None, **eager: int) -> dict[str, Any]:
+    most = None if needed is None else dict(zip(("tokens", "num_seqs", "max_seqlen"), needed, strict=True))
+    calls = replays + sum(eager.values())
+    return {"calls": calls, "replays": replays, "eager": eager, "most_needed": most}
+
+
+RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs"
+NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        *((reports, f"{NO_MODEL} through get_forward_backward_func()") for reports in ([], [counted(0)])),
+        ([counted(10)], "100 % of layer calls replayed"),
+        ([counted(999, WARMING_UP=1)], "99 % of layer calls replayed; the rest warmed up"),
+        (
+            [counted(82, (60, 7, 9), WARMING_UP=3, TOO_MANY_SEQUENCES=15)],
+            f"82 % of layer calls replayed; 15 % eager, {RAISE_IT} to 8 (packs held up to 7)",
+        ),
+        (
+            [counted(9, (60, 8, 9), TOO_MANY_SEQUENCES=1), counted(9, (60, 33, 9), NESTING=1)],
+            f"90 % of layer calls replayed; 5 % eager, {RAISE_IT}",
+        ),
+        (
+            [counted(0, (640, 7, 9), TOO_MANY_TOKENS=15)],
+            "nothing replayed: 100 % eager, TOO_MANY_TOKENS: raise max_seqlen_per_dp_cp_rank to 640 (packs",
+        ),
+        ([counted(0, NO_PACK_METADATA=2)], "nothing replayed: 100 % eager, NO_PACK_METADATA: pass the pack"),
+        ([counted(0, WARMING_UP=2)], "nothing replayed: 100 % eager, WARMING_UP: nothing to do in the first"),
+        (
+            [counted(0, SCOPE_UNSUPPORTED=9) | {"failures": ["GPTModel with fp8 is not supported yet"]}],
+            "nothing replayed: 100 % eager, SCOPE_UNSUPPORTED: change what the log and the report name "
+            "(GPTModel with fp8 is not supported yet)",
+        ),
+        (
+            [counted(999, OF_LATER=1)],
+            "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reas",
+        ),
+    ],
+)
+def test_the_line_at_the_end_says_what_was_replayed_what_ran_eager_and_what_to_do(
+    reports: list[dict[str, Any]], said: str
+) -> None:
+    assert verdict(reports).startswith(said)
+    assert "\n" not in verdict(reports)
+
+
+def test_what_graphs_save_is_told_if_eager_steps_were_measured() -> None:
+    times = {kind: {"host_ms": [ms, ms + 1, ms + 2]} for kind, ms in (("eager", 8.0), ("graphed", 2.0))}
+    assert saved(times).endswith("9.0 ms (8.0 to 10.0) eager, 3.0 ms (2.0 to 4.0) graphed")
+    assert saved({**times, "eager": {"host_ms": None}}) == saved({}) == ""
 
 
 # -- when slots were in use --------------------------------------------------------------------------

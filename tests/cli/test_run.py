@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megagraph run SCRIPT`: a script as it was, with the plugin around it; and `megagraph report` after it. The
-one line that a run ends with: what was replayed, what ran eager, and what to do about it."""
+"""`megagraph run SCRIPT`: a script as it was, with the plugin around it; and `megagraph report` after it."""
 
 import json
-import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,8 +15,8 @@ from run_scripts import TOML, TRAINING, WITNESS, Files, run_python
 
 from megagraph.cli import main
 from megagraph.cli.reports import read_report
-from megagraph.cli.run import saved
-from megagraph.reasons import verdict
+
+pytestmark = pytest.mark.megatron
 
 
 def run(*arguments: str | Path) -> int:
@@ -30,7 +27,6 @@ def seen(path: Path) -> dict[str, Any]:
     return json.loads(path.with_name("seen.json").read_text())
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("is_module", [False, True], ids=["a script", "a module"])
 def test_what_runs_is_main_with_its_own_arguments_as_with_python(
     files: Files, monkeypatch: MonkeyPatch, is_module: bool
@@ -57,7 +53,6 @@ def test_what_runs_is_main_with_its_own_arguments_as_with_python(
 CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PACKED_SEQS": "3,9"}
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("has_file", "variables", "given", "expected"),
     [
@@ -90,7 +85,6 @@ def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_a
     assert seen(path)["config"] == expected
 
 
-@pytest.mark.megatron
 def test_modules_beside_the_script_precede_the_working_folder(files: Files, monkeypatch: MonkeyPatch) -> None:
     (files.folder / "helper_of_a_script.py").write_text("WHERE = 'working folder'")
     files.script("WHERE = 'beside the script'", "helper_of_a_script.py")
@@ -114,7 +108,6 @@ assert torch.nn.Linear(2, 2).to(device)(torch.ones(2).to(device)).sum().cuda().n
 """
 
 
-@pytest.mark.megatron
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--cpu is refused beside a GPU")
 def test_a_script_for_gpus_trains_on_the_cpu(files: Files) -> None:
     """It ended with `Found no NVIDIA driver`, and the context that helps was ours alone."""
@@ -123,13 +116,6 @@ def test_a_script_for_gpus_trains_on_the_cpu(files: Files) -> None:
     assert "80 % of layer calls replayed" in run_python(*command, path, "5", "pass").stderr
 
 
-def test_the_cpu_is_not_asked_for_beside_a_gpu(files: Files, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert run("--cpu", files.script("raise AssertionError")) == 2
-    assert "--cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err
-
-
-@pytest.mark.megatron
 @pytest.mark.parametrize("command", ["run", "doctor", "advise --steps 24"])
 def test_a_script_may_install_with_the_options_that_its_command_was_given(files: Files, command: str) -> None:
     """Bug: refused, if a command had changed them itself: 'report is r.json, not None'."""
@@ -145,7 +131,6 @@ ENDS = [KeyboardInterrupt("its own"), ValueError("its own"), FileNotFoundError("
 ENDS += [SystemExit(0), SystemExit(7), SystemExit("a sentence")]
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("end", ENDS, ids=repr)
 def test_how_the_script_ends_comes_through_with_the_report_written(
     files: Files, capsys: CaptureFixture[str], caplog: LogCaptureFixture, end: BaseException
@@ -165,7 +150,6 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
     assert ("if it asks for one, add --cpu" in caplog.text) == asks
 
 
-@pytest.mark.megatron
 def test_a_script_ends_as_ever_if_nobody_reads_what_is_said_of_it(
     files: Files, monkeypatch: MonkeyPatch
 ) -> None:
@@ -176,7 +160,6 @@ def test_a_script_ends_as_ever_if_nobody_reads_what_is_said_of_it(
     assert run(files.script("pass")) == 0
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("command", ["doctor", "advise"])
 @pytest.mark.parametrize("code", ["cannot find the data set", 3])
 def test_of_a_script_that_gives_up_doctor_and_advise_say_that_and_nothing_else(
@@ -188,7 +171,6 @@ def test_of_a_script_that_gives_up_doctor_and_advise_say_that_and_nothing_else(
     assert out == "" and err.endswith(f"megagraph {command}: the script ended with {code}\n")
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("end", ["raise RuntimeError('its own')", "import gc; gc.collect()"])
 def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixture[str], end: str) -> None:
     report = files.folder / "report.json"
@@ -221,21 +203,6 @@ def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixtur
     assert json.loads(written.read_text()) == document
 
 
-def test_the_module_shows_its_commands_without_megatron(capsys: CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    said = capsys.readouterr().out
-    for words in ("usage: megagraph", "demo", "run a training script", "show the report"):
-        assert words in said
-    command = [sys.executable, "-X", "importtime", "-m", "megagraph", "run", "gone.py"]
-    shown = subprocess.run(command, capture_output=True, text=True)
-    assert shown.returncode == 2 and shown.stdout == "" and "Traceback" not in shown.stderr
-    assert "megagraph run: expected a script, gone.py is no file" in shown.stderr.splitlines()
-    assert re.search(r"\|\s+torch$", shown.stderr, re.MULTILINE)
-    assert not re.search(r"\|\s+megatron\b", shown.stderr)
-
-
-@pytest.mark.megatron
 @pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')"])
 def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
     files: Files, capsys: CaptureFixture[str], caplog: LogCaptureFixture, end: str
@@ -255,78 +222,23 @@ def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
     assert json.loads(written)["models"] == [] and said.startswith(expected)
 
 
-# -- the line at the end ---------------------------------------------------------------------------
-
-
-def model(replays: int, needed: tuple[int, int, int] | None = None, **eager: int) -> dict[str, Any]:
-    most = None if needed is None else dict(zip(("tokens", "num_seqs", "max_seqlen"), needed, strict=True))
-    calls = replays + sum(eager.values())
-    return {"calls": calls, "replays": replays, "eager": eager, "most_needed": most}
-
-
 UNINSTALL = "import megagraph; megagraph.uninstall()"
+SEVEN = TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)")  # documents in a pack
 RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
-NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
-REFUSED = model(0, SCOPE_UNSUPPORTED=9) | {"failures": ["GPTModel with fp8 is not supported yet"]}
 
 
-@pytest.mark.parametrize(
-    ("reports", "said"),
-    [
-        *((reports, f"{NO_MODEL} through get_forward_backward_func()") for reports in ([], [model(0)])),
-        ([model(10)], "100 % of layer calls replayed"),
-        ([model(999, WARMING_UP=1)], "99 % of layer calls replayed; the rest warmed up"),
-        (
-            [model(82, (60, 7, 9), WARMING_UP=3, TOO_MANY_SEQUENCES=15)],
-            f"82 % of layer calls replayed; 15 % eager, {RAISE_IT}",
-        ),
-        (
-            [model(9, (60, 8, 9), TOO_MANY_SEQUENCES=1), model(9, (60, 33, 9), NESTING=1)],
-            "90 % of layer calls replayed; 5 % eager, TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_",
-        ),
-        (
-            [model(0, (640, 7, 9), TOO_MANY_TOKENS=15)],
-            "nothing replayed: 100 % eager, TOO_MANY_TOKENS: raise max_seqlen_per_dp_cp_rank to 640 (packs",
-        ),
-        ([model(0, NO_PACK_METADATA=2)], "nothing replayed: 100 % eager, NO_PACK_METADATA: pass the pack"),
-        ([model(0, WARMING_UP=2)], "nothing replayed: 100 % eager, WARMING_UP: nothing to do in the first"),
-        (
-            [REFUSED],
-            "nothing replayed: 100 % eager, SCOPE_UNSUPPORTED: change what the log and the report name "
-            "(GPTModel with fp8 is not supported yet)",
-        ),
-        (
-            [model(999, OF_LATER=1)],
-            "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reasons",
-        ),
-    ],
-)
-def test_what_is_said(reports: list[dict[str, Any]], said: str) -> None:
-    assert verdict(reports).startswith(said)
-    assert "\n" not in verdict(reports)
-
-
-def test_what_graphs_save_is_told_if_eager_steps_were_measured() -> None:
-    times = {kind: {"host_ms": [ms, ms + 1, ms + 2]} for kind, ms in (("eager", 8.0), ("graphed", 2.0))}
-    assert saved(times).endswith("9.0 ms (8.0 to 10.0) eager, 3.0 ms (2.0 to 4.0) graphed")
-    assert saved({**times, "eager": {"host_ms": None}}) == saved({}) == ""
-
-
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("script", "toml", "said"),
     [
         (UNINSTALL, "", "nothing is known: the script has called uninstall()"),
         ("pass", "mode = 'off'", "nothing is known: mode is off"),
-        (
-            TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)"),
-            "",
-            f"60 % of layer calls replayed; 20 % eager, {RAISE_IT}",
-        ),
+        (SEVEN, "", f"60 % of layer calls replayed; 20 % eager, {RAISE_IT}"),
     ],
     ids=["uninstalled", "off", "too many documents"],
 )
-def test_a_run_ends_with_it(files: Files, capsys: Any, script: str, toml: str, said: str) -> None:
+def test_a_run_ends_with_what_was_replayed_or_why_that_is_not_known(
+    files: Files, capsys: Any, script: str, toml: str, said: str
+) -> None:
     config, path = files.toml(TOML + toml), files.script(script)
     assert main(["run", "--config", str(config), str(path), "5", "pass"]) == 0
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: {said}")
