@@ -92,8 +92,10 @@ class Files:
         return path
 
     def jsonl(self, *rows: object) -> Path:
+        """Rows as JSON; a row of bytes goes in as it is."""
         path = self.folder / "docs.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
         return path
 
 

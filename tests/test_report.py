@@ -398,7 +398,7 @@ NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
         ),
         (
             [counted(999, OF_LATER=1)],
-            "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reas",
+            "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reasons",
         ),
     ],
 )

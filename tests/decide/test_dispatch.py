@@ -123,8 +123,7 @@ def test_a_capacity_of_anything_but_positive_integers_is_refused(name: str, valu
 
 
 def test_reasons_are_the_cores_in_name_and_order() -> None:
-    assert [reason.name for reason in EagerReason] == list(_C.EAGER_REASON_NAMES)
-    assert [reason.value for reason in EagerReason] == list(range(len(_C.EAGER_REASON_NAMES)))
+    assert [(it.value, it.name) for it in EagerReason] == [*enumerate(_C.EAGER_REASON_NAMES)]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ PACK = pack_of(PackShape(6, 2, 4))
 MASK = torch.zeros(1, 6, dtype=torch.bool)
 
 
-def test_what_makes_a_variant_beside_the_capacity_is_in_its_key() -> None:
+def test_what_makes_a_variant_beside_the_capacity_is_in_its_key_which_is_one_object() -> None:
     made = dispatcher(BANK)
     for grad, has_mask in product((True, False), (True, False)):
         with torch.set_grad_enabled(grad):
@@ -172,6 +171,8 @@ def test_what_makes_a_variant_beside_the_capacity_is_in_its_key() -> None:
         assert batch.key == VariantKey(BANK[1][0], PackForm.of(PACK), grad, has_mask=has_mask)
         assert batch.reason is None and not batch.is_as_given
         assert batch.sources[0] is PACK.cu_seqlens_q and batch.params is PACK
+    first, second = (entered(made, PACK, 6) for _ in range(2))
+    assert first is not second and first.key is second.key
 
 
 def test_sources_are_what_staging_reads_of_a_pack() -> None:
@@ -190,12 +191,6 @@ def test_sources_are_what_staging_reads_of_a_pack() -> None:
         made = dispatcher({**BANK, **bank}, cp_size=cp_size)
         batch = entered(made, pack_of(PackShape(6, 2, 4), **queries, **changes), 6)
         assert [source.tolist() for source in batch.sources] == expected
-
-
-def test_a_key_is_one_object_as_long_as_states_are_few() -> None:
-    made = dispatcher(BANK)
-    first, second = (entered(made, PACK, 6) for _ in range(2))
-    assert first is not second and first.key is second.key
 
 
 @pytest.mark.parametrize(

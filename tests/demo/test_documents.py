@@ -2,7 +2,6 @@
 """Documents of the demo, and packs of a stream of them."""
 
 import itertools
-import json
 import re
 import sysconfig
 import tempfile
@@ -17,16 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch, TempPathFactory
+from run_scripts import Files
 
 from megagraph.demo.documents import Document, DocumentError, load_documents
 from megagraph.demo.packs import Pack, next_token_labels, position_ids, stream_packs
-
-
-def write_jsonl(folder: Path, *rows: object) -> Path:
-    """Rows as JSON; a row of bytes goes in as it is."""
-    path = folder / "docs.jsonl"
-    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
-    return path
 
 
 def write_files(folder: Path, **files: bytes) -> Path:
@@ -50,17 +43,16 @@ def refuses(path: Path | None, message: str, **options: Any) -> None:
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=8))
 def test_any_text_comes_back_byte_for_byte(tmp_path_factory: TempPathFactory, texts: list[str]) -> None:
-    path = write_jsonl(tmp_path_factory.mktemp("rows"), *({"text": text} for text in texts))
+    path = Files(tmp_path_factory.mktemp("rows")).jsonl(*({"text": text} for text in texts))
     documents = load_documents(path)
     assert [bytes(tokens).decode() for tokens in contents(documents)] == texts
     assert [document.name for document in documents] == [f"docs.jsonl:{it + 1}" for it in range(len(texts))]
 
 
 def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path, {"length": 9000}, {"length": 9000})
+    path = Files(tmp_path).jsonl({"length": 9000}, {"length": 9000})
     first, second = load_documents(path, max_length=9000)
-    assert first.tokens.shape == (9000,)
-    assert first.tokens.dtype == torch.int64
+    assert first.tokens.shape == (9000,) and first.tokens.dtype == torch.int64
     assert set(first.tokens.tolist()) == set(range(256))
     assert not torch.equal(first.tokens, second.tokens)
     assert contents(load_documents(path)) == contents([first, second])
@@ -162,7 +154,7 @@ NO_LIST = "expected a list of integers in column tokens, got "
     ids=lambda value: str(value)[:20],
 )
 def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
-    refuses(write_jsonl(tmp_path, *rows), f"FILE:{len(rows)}: {message}", max_length=8192)
+    refuses(Files(tmp_path).jsonl(*rows), f"FILE:{len(rows)}: {message}", max_length=8192)
 
 
 def test_a_path_that_is_no_jsonl_with_documents_is_refused(tmp_path: Path) -> None:
@@ -184,43 +176,30 @@ def test_a_limit_out_of_range_is_refused() -> None:
 
 
 LIMIT = 50
-lengths_strategy = st.lists(st.integers(1, LIMIT), max_size=60)
-max_num_seqs_strategy = st.none() | st.integers(1, 6)
 
 
 def make_documents(lengths: Iterable[int]) -> list[Document]:
     """Every token is unique, so that a lost, doubled or moved one shows."""
-    documents, start = [], 0
-    for index, length in enumerate(lengths):
-        documents.append(Document(name=f"d{index}", tokens=torch.arange(start, start + length)))
-        start += length
-    return documents
+    ends = itertools.accumulate(lengths, initial=0)
+    return [Document(name=f"d{n}", tokens=torch.arange(*ends)) for n, ends in enumerate(pairwise(ends))]
 
 
 def split_pack(pack: Pack) -> list[list[int]]:
-    offsets = pack.cu_seqlens.tolist()
-    return [pack.tokens[a:b].tolist() for a, b in pairwise(offsets)]
+    return [pack.tokens[a:b].tolist() for a, b in pairwise(pack.cu_seqlens.tolist())]
 
 
-def check_packs(packs: list[Pack], max_num_seqs: int | None) -> None:
-    for pack in packs:
-        assert pack.tokens.dtype == torch.int64
-        assert pack.cu_seqlens.dtype == torch.int32
-        assert pack.cu_seqlens[0].item() == 0
-        assert pack.cu_seqlens[-1].item() == pack.num_tokens == pack.tokens.numel()
-        lengths = pack.cu_seqlens.diff()
-        assert (lengths > 0).all()
-        assert pack.max_seqlen == lengths.max().item()
-        assert 1 <= pack.num_tokens <= LIMIT
-        assert pack.num_seqs == lengths.numel()
-        assert max_num_seqs is None or pack.num_seqs <= max_num_seqs
-
-
-@given(lengths_strategy, max_num_seqs_strategy)
+@given(st.lists(st.integers(1, LIMIT), max_size=60), st.none() | st.integers(1, 6))
 def test_streaming_keeps_every_token_once_and_in_order(lengths: list[int], max_num_seqs: int | None) -> None:
     documents = make_documents(lengths)
     packs = list(stream_packs(documents, LIMIT, max_num_seqs))
-    check_packs(packs, max_num_seqs)
+    for pack in packs:
+        assert (pack.tokens.dtype, pack.cu_seqlens.dtype) == (torch.int64, torch.int32)
+        assert pack.cu_seqlens[0].item() == 0
+        assert pack.cu_seqlens[-1].item() == pack.num_tokens == pack.tokens.numel()
+        in_pack = pack.cu_seqlens.diff()
+        assert (in_pack > 0).all() and pack.max_seqlen == in_pack.max().item()
+        assert 1 <= pack.num_tokens <= LIMIT and pack.num_seqs == in_pack.numel()
+        assert max_num_seqs is None or pack.num_seqs <= max_num_seqs
     assert [d for pack in packs for d in split_pack(pack)] == [d.tokens.tolist() for d in documents]
     for pack, following in pairwise(packs):  # which begins only if its first document did not fit
         is_out_of_seqs = pack.num_seqs == max_num_seqs
