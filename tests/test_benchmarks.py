@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,8 +80,11 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+Measured = Callable[[str], tuple[Figure, ...]]
+
+
 @pytest.fixture
-def measured(monkeypatch: MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[Figure, ...]]:
+def measured(monkeypatch: MonkeyPatch, tmp_path: Path) -> Iterator[Measured]:
     """Runs a benchmark whose processes and clocks answer at once; rivals refuse."""
 
     def answer(module: str, part: str, **how: Any) -> Any:
@@ -100,26 +104,21 @@ def measured(monkeypatch: MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[
         return read_figures(tmp_path / f"{name}.json")
 
     calls = {"forward": lambda: None, "backward": lambda: None}
-    timed = lambda calls, **how: [[2.0, 3.0] for _ in calls]  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: BENCHMARKS["pipeline"].RANKS)
+    on_cpu = {"DEVICE": "cpu", "device_us": lambda calls, **how: [[2.0, 3.0] for _ in calls]}
+    ways = dict.fromkeys(("ours", "atens"), lambda *arguments: calls)
+    ways |= {"recorded": lambda call: call, "Captured": lambda *arguments: SimpleNamespace(calls=calls)}
     attention, rope = BENCHMARKS["attention"], BENCHMARKS["rope"]
-    for module in (attention, rope):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
-        monkeypatch.setattr(module, "device_us", timed)
-    monkeypatch.setattr(rope, "_random", lambda *shape: [])
-    monkeypatch.setattr(rope, "copy_of", lambda num_bytes: lambda: None)
-    monkeypatch.setattr(attention, "recorded", lambda call: call)
-    for name in ("ours", "atens"):
-        monkeypatch.setattr(attention, name, lambda *arguments: calls)
-    monkeypatch.setattr(attention.Shape, "inputs", lambda self: [])
-    monkeypatch.setattr(attention, "Captured", lambda *arguments: SimpleNamespace(calls=calls))
-    return run
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: BENCHMARKS["pipeline"].RANKS),
+        mock.patch.multiple(rope, **on_cpu, _random=mock.Mock(), copy_of=mock.Mock()),
+        mock.patch.multiple(attention, **on_cpu, **ways),
+        mock.patch.object(attention.Shape, "inputs", lambda self: []),
+    ):
+        yield run
 
 
 @pytest.mark.parametrize("name", command.NAMES)
-def test_every_committed_figure_is_still_measured(
-    measured: Callable[[str], tuple[Figure, ...]], name: str
-) -> None:
+def test_every_committed_figure_is_still_measured(measured: Measured, name: str) -> None:
     figures = measured(name)
     published = RESULTS / f"{name}.json"  # once it was measured
     committed = {f.name for f in read_figures(published)} if published.exists() else set()
@@ -137,9 +136,7 @@ def test_figures_of_soak_tests_are_there() -> None:
         assert f'"{figure.name.partition(": ")[0]}"' in jobs or "NCCL in their graphs" in figure.name
 
 
-def test_the_drawings_find_their_figures(
-    measured: Callable[[str], tuple[Figure, ...]], tmp_path: Path
-) -> None:
+def test_the_drawings_find_their_figures(measured: Measured, tmp_path: Path) -> None:
     rows = plot.rows_of(read_figures(RESULTS / "step.json"))
     assert len(rows) >= 5 and all(plot.OURS in row and len(row) > 1 for row in rows.values())
     nodes = plot.nodes_of(measured("delayed_weights"))

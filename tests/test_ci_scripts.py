@@ -216,9 +216,7 @@ def suite(monkeypatch: MonkeyPatch) -> ModuleType:
     return load_runner("gpu", monkeypatch)
 
 
-def run_parts(
-    suite: ModuleType, folder: Path, *, limit: float = 120.0, gib: float = 80.0, **tests: str
-) -> int:
+def run_parts(suite: ModuleType, folder: Path, *, limit: float = 120, gib: float = 80, **tests: str) -> int:
     """Runs files of tests as the parts that there are, each of 30 GiB, and tells what came out."""
     parts = {}
     for name, text in tests.items():

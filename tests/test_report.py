@@ -122,10 +122,8 @@ def test_scalars_are_plain_numbers_by_model_and_name_since_an_earlier_report() -
     later = MODEL | {"calls": 12_100, "replays": 9_090, "replayed_rows": 40_200}
     later |= {"padding_share": 5_150 / 40_200, "eager": MODEL["eager"] | {"NESTING": 10}}
     stage = MODEL | {"model": "GPTModel (stage 1, chunk 0) #2"}
-    second = dict(zip(plain, [100.0, 90.0, 0.0, 200.0, 150.0, 0.9, 0.75, 0.0, 0.0], strict=True))
-    values = {
-        f"megagraph/GPTModel/{name}": value for name, value in (second | {"eager/NESTING": 10.0}).items()
-    }
+    figures = zip(plain, [100.0, 90.0, 0.0, 200.0, 150.0, 0.9, 0.75, 0.0, 0.0], strict=True)
+    values = {f"megagraph/GPTModel/{name}": it for name, it in (*figures, ("eager/NESTING", 10.0))}
     values |= {f"megagraph/GPTModel_stage_1_chunk_0_2/{name}": value for name, value in plain.items()}
     assert scalars([later, stage], since=[MODEL]) == values
 
@@ -267,9 +265,7 @@ WRONG_VALUES: list[tuple[str, object]] = [
         ),
     ],
 )
-def test_a_malformed_report_says_what_is_wrong(
-    tmp_path: Path, capsys: Any, content: Any, message: str
-) -> None:
+def test_malformed_reports_say_what_is_wrong(tmp_path: Path, capsys: Any, content: Any, message: str) -> None:
     path = tmp_path / "report.json"
     if callable(content):
         content(path)
@@ -361,7 +357,7 @@ def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(
 # -- the line at the end ---------------------------------------------------------------------------
 
 
-def counted(replays: int, needed: tuple[int, int, int] | None = None, **eager: int) -> dict[str, Any]:
+def ran(replays: int, needed: tuple[int, int, int] | None = None, **eager: int) -> dict[str, Any]:
     most = None if needed is None else dict(zip(("tokens", "num_seqs", "max_seqlen"), needed, strict=True))
     calls = replays + sum(eager.values())
     return {"calls": calls, "replays": replays, "eager": eager, "most_needed": most}
@@ -374,32 +370,29 @@ NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
 @pytest.mark.parametrize(
     ("reports", "said"),
     [
-        *((reports, f"{NO_MODEL} through get_forward_backward_func()") for reports in ([], [counted(0)])),
-        ([counted(10)], "100 % of layer calls replayed"),
-        ([counted(999, WARMING_UP=1)], "99 % of layer calls replayed; the rest warmed up"),
+        *((reports, f"{NO_MODEL} through get_forward_backward_func()") for reports in ([], [ran(0)])),
+        ([ran(10)], "100 % of layer calls replayed"),
+        ([ran(999, WARMING_UP=1)], "99 % of layer calls replayed; the rest warmed up"),
         (
-            [counted(82, (60, 7, 9), WARMING_UP=3, TOO_MANY_SEQUENCES=15)],
+            [ran(82, (60, 7, 9), WARMING_UP=3, TOO_MANY_SEQUENCES=15)],
             f"82 % of layer calls replayed; 15 % eager, {RAISE_IT} to 8 (packs held up to 7)",
         ),
         (
-            [counted(9, (60, 8, 9), TOO_MANY_SEQUENCES=1), counted(9, (60, 33, 9), NESTING=1)],
+            [ran(9, (60, 8, 9), TOO_MANY_SEQUENCES=1), ran(9, (60, 33, 9), NESTING=1)],
             f"90 % of layer calls replayed; 5 % eager, {RAISE_IT}",
         ),
         (
-            [counted(0, (640, 7, 9), TOO_MANY_TOKENS=15)],
+            [ran(0, (640, 7, 9), TOO_MANY_TOKENS=15)],
             "nothing replayed: 100 % eager, TOO_MANY_TOKENS: raise max_seqlen_per_dp_cp_rank to 640 (packs",
         ),
-        ([counted(0, NO_PACK_METADATA=2)], "nothing replayed: 100 % eager, NO_PACK_METADATA: pass the pack"),
-        ([counted(0, WARMING_UP=2)], "nothing replayed: 100 % eager, WARMING_UP: nothing to do in the first"),
+        ([ran(0, NO_PACK_METADATA=2)], "nothing replayed: 100 % eager, NO_PACK_METADATA: pass the pack"),
+        ([ran(0, WARMING_UP=2)], "nothing replayed: 100 % eager, WARMING_UP: nothing to do in the first"),
         (
-            [counted(0, SCOPE_UNSUPPORTED=9) | {"failures": ["GPTModel with fp8 is not supported yet"]}],
+            [ran(0, SCOPE_UNSUPPORTED=9) | {"failures": ["GPTModel with fp8 is not supported yet"]}],
             "nothing replayed: 100 % eager, SCOPE_UNSUPPORTED: change what the log and the report name "
             "(GPTModel with fp8 is not supported yet)",
         ),
-        (
-            [counted(999, OF_LATER=1)],
-            "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reasons",
-        ),
+        ([ran(999, OF_LATER=1)], "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reasons"),
     ],
 )
 def test_the_line_at_the_end_says_what_was_replayed_what_ran_eager_and_what_to_do(
@@ -451,9 +444,7 @@ def test_each_slot_has_a_line_with_its_name_and_the_chunk_s(tmp_path: Path) -> N
     assert r"$\chunk$, slot 0" in drawn and r"$\chunk$, slot 1000000000" in drawn
 
 
-def test_what_all_chunks_recorded_is_drawn_of_the_last_leases(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_what_chunks_recorded_is_drawn_of_the_last_leases(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """What was held when the report was written is held to the end; what ended at 0 is not."""
     bars: list[list[tuple[float, float]]] = []  # by line and colour
     monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", lambda _axes, drawn, *_, **__: bars.append(drawn))

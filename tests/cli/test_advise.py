@@ -67,9 +67,7 @@ def test_graphs_pay_if_the_whole_interval_is_above_one() -> None:
         (90, 0.001, "leave it off: graphed steps are 0.90 times as fast (0.90 to 0.90, 95 %)"),
     ],
 )
-def test_they_are_better_left_off_if_it_includes_one_or_lies_below(
-    eager_ms: float, noise: float, said: str
-) -> None:
+def test_they_are_left_off_if_it_includes_one_or_lies_below(eager_ms: float, noise: float, said: str) -> None:
     advice = advised(pairs_of(eager_ms, 100, noise=noise), reports=[report_of(90, 0.0)])
     assert advice.pays is False and said in advice.verdict and advice.verdict.startswith("leave it off: ")
     assert advice.toml == '[megagraph]\nmode = "off"\ncapacities = ["60:3", "100:4"]'
@@ -141,9 +139,7 @@ def test_blocks_take_turns_and_the_first_step_of_each_is_not_timed(monkeypatch: 
             clock.now += 0.001
     eager, graphed = [True] * 4, [False] * 4
     assert kinds[1:] == [*graphed, *(eager + graphed + graphed + eager) * 2]  # after warm-up and capture
-    assert [it.args for it in progress.call_args_list] == [
-        (done, 36) for done in (*range(1, 5), *range(5, 36, 4))
-    ]
+    assert progress.call_args_list == [mock.call(done, 36) for done in (*range(1, 5), *range(5, 36, 4))]
     assert [it.args[0] for it in graphs.dispatcher.refuse.call_args_list] == [EagerReason.DISABLED, None] * 4
     # Once the script has let go of its groups, graphs that ranks shared are gone.
     found = trial.findings(GraphConfig(), [report_of(0)])
@@ -231,9 +227,7 @@ def test_people_read_the_table_to_paste_and_the_verdict_last(
 
 
 @pytest.mark.megatron
-def test_scripts_that_end_get_what_is_known_and_without_a_model_or_with_a_refused_one_to_leave_it_off(
-    files: Files,
-) -> None:
+def test_a_script_that_ends_gets_what_is_known_and_without_graphs_to_leave_them_off(files: Files) -> None:
     document = run(files, 3, "pass")
     assert document["pays"] is False and document["choices"] == []
     assert document["verdict"].startswith("leave it off: nothing replayed: no GPTModel or HybridModel")
@@ -253,11 +247,9 @@ ROWS = """        trainer.chunk.decoder.final_layernorm.register_forward_hook(
 NULL = "from contextlib import nullcontext\n"
 
 
-def tried(files: Files, script: str, steps: int, config: GraphConfig) -> Findings:
+def tried(files: Files, text: str, steps: int, config: GraphConfig) -> Findings:
     """A timed trial, on whatever there is."""
-    options = Namespace(
-        script=str(files.script(script)), arguments=["99", "pass"], is_module=False, cpu=False
-    )
+    options = Namespace(script=str(files.script(text)), arguments=["99", "pass"], is_module=False, cpu=False)
     trial = Trial(steps, lambda done, total: None, is_timed=True)
     with contextlib.closing(trial):
         reports = run_steps(options, config, trial)
@@ -282,17 +274,13 @@ def test_eager_blocks_run_packs_as_they_were_given_and_graphed_ones_padded(files
 
 
 @pytest.mark.megatron
-def test_a_block_that_did_not_replay_is_left_out_and_one_whose_script_raises_leaves_graphs_on(
-    files: Files,
-) -> None:
+def test_a_block_that_did_not_replay_is_left_out_and_one_that_raises_leaves_graphs_on(files: Files) -> None:
     """The steps of the first graphed block, 7 to 10, in which the script wants none. And out of packs, in an
     eager one, as loops of users' own often end."""
     loop, step = "        for _ in range(steps):\n", '            print("loss"'
     assert loop in ENDLESS and step in ENDLESS
-    script = ENDLESS.replace(loop, f"        import megagraph\n{loop.replace('_', 'number')}")
-    skip = (
-        "            with megagraph.disable_cuda_graphs_this_step() if 7 <= number < 11 else nullcontext():\n"
-    )
+    script = ENDLESS.replace(loop, f"        import megagraph\n{loop.replace('_', 'at')}")
+    skip = "            with megagraph.disable_cuda_graphs_this_step() if 7 <= at < 11 else nullcontext():\n"
     script = script.replace(step, f"{skip}    {step}").replace("import torch\n", f"import torch\n{NULL}", 1)
     found = tried(files, script, 24, GraphConfig.from_toml(files.toml()))
     assert len(found.pairs) == 2

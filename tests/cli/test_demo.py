@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from notes import told
+from pytest import MonkeyPatch
 from run_scripts import Files
 
 from megagraph.cli import demo as demo_module
@@ -75,7 +76,7 @@ def compare(demo: Demo, tmp_path: Path) -> Compare:
 
 
 @pytest.fixture
-def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Changes:
+def second_trainer(monkeypatch: MonkeyPatch) -> Changes:
     """Lets a test change the demo's graphed trainer: the second that it makes."""
 
     def change_with(change: Change) -> None:
@@ -91,9 +92,7 @@ def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Changes:
     return change_with
 
 
-def test_pythons_own_files_train_bit_equal_in_replays(
-    compare: Compare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pythons_own_files_train_bit_equal_in_replays(compare: Compare, monkeypatch: MonkeyPatch) -> None:
     """Without a GPU no kernel of Transformer Engine is called."""
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads
@@ -110,9 +109,7 @@ def test_pythons_own_files_train_bit_equal_in_replays(
     assert comparison.eager == {"WARMING_UP": LAYERS}
 
 
-def test_without_capacities_the_warm_up_learns_them(
-    compare: Compare, data: list[str], capsys: Capture
-) -> None:
+def test_without_capacities_a_warm_up_learns_them(compare: Compare, data: list[str], capsys: Capture) -> None:
     comparison = compare(*data, warmup_steps="3")
     assert comparison.bitwise_equal and comparison.replays > 0
     assert comparison.eager["WARMING_UP"] == 3 * LAYERS
@@ -242,7 +239,7 @@ def test_what_ends_it_is_told_in_one_line_or_a_traceback_and_leaves_no_json(
 
 
 def test_json_on_standard_output_is_alone_there_and_a_full_disk_ends_it_with_a_sentence(
-    demo: Demo, texts: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    demo: Demo, texts: list[str], tmp_path: Path, capsys: Capture, monkeypatch: MonkeyPatch
 ) -> None:
     assert demo(*texts, "--json", "-", steps="4") == 0
     out, err = capsys.readouterr()

@@ -111,6 +111,5 @@ def test_a_refused_model_and_a_script_without_any_say_so(files: Files, capsys: A
     assert document["verdict"] == "0 of 2 layers would be graphed" and model["pool_bytes"] == [0, 0]
     assert "clipping of attention's queries and keys" in model["stays_eager"][0]
     document = rehearsed(files, capsys, "raise SystemExit", 1)
-    assert document["rehearsed"] == [] and document["verdict"].startswith(
-        "nothing would be graphed: no model"
-    )
+    assert document["rehearsed"] == []
+    assert document["verdict"].startswith("nothing would be graphed: no model")

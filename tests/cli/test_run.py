@@ -150,9 +150,7 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
     assert ("if it asks for one, add --cpu" in caplog.text) == asks
 
 
-def test_a_script_ends_as_ever_if_nobody_reads_what_is_said_of_it(
-    files: Files, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_script_ends_as_ever_if_nobody_reads_what_is_said(files: Files, monkeypatch: MonkeyPatch) -> None:
     """Bug: with a full disk, or a reader gone, behind standard error any exit code became 1."""
     monkeypatch.setattr(sys.stderr, "write", mock.Mock(side_effect=BrokenPipeError))
     with pytest.raises(SystemExit, match="7"):

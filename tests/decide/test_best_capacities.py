@@ -12,9 +12,7 @@ from megagraph._C import Capacity, PackShape, best_capacities
 
 Packs = Mapping[PackShape, int]
 # Few values, so that packs share tokens and documents.
-shapes = st.builds(
-    PackShape, tokens=st.integers(1, 7), num_seqs=st.integers(0, 4), max_seqlen=st.integers(1, 7)
-)
+shapes = st.builds(PackShape, st.integers(1, 7), st.integers(0, 4), st.integers(1, 7))
 packs_seen = st.dictionaries(shapes, st.integers(1, 5), min_size=1, max_size=7)
 rooms = st.tuples(st.integers(1, 9), st.integers(1, 5))
 
@@ -62,9 +60,8 @@ def test_no_other_choice_pads_fewer_tokens_nor_as_many_with_fewer_documents(
     # In pack_reader.cpp no document is longer than its pack.
     packs = {it.replace(max_seqlen=min(it.max_seqlen, it.tokens)): count for it, count in packs.items()}
     others = [(it, cost) for it in every_choice(packs, room, multiple, 3) if (cost := padded(packs, it))]
-    for most, (capacities, tokens) in enumerate(
-        best_capacities(packs, room=room, multiple=multiple, captures=3), start=1
-    ):
+    choices = best_capacities(packs, room=room, multiple=multiple, captures=3)
+    for most, (capacities, tokens) in enumerate(choices, start=1):
         cost = padded(packs, capacities)
         assert cost is not None and cost[0] == tokens
         assert 1 <= len(capacities) <= most and capacities == sorted(capacities)
@@ -77,9 +74,7 @@ def test_no_other_choice_pads_fewer_tokens_nor_as_many_with_fewer_documents(
 
 
 def test_many_packs_take_no_longer_than_somebody_waits() -> None:
-    packs = {
-        PackShape(1 + number * 37 % 30_011, 1 + number % 50, 1): 1 + number % 3 for number in range(4000)
-    }
+    packs = {PackShape(1 + it * 37 % 30_011, 1 + it % 50, 1): 1 + it % 3 for it in range(4000)}
     choices = best_capacities(packs, room=(32_768, 64), multiple=1, captures=4)
     paddings = [padded for _capacities, padded in choices]
     assert paddings == sorted(paddings, reverse=True) and len({*paddings}) == 4

@@ -105,13 +105,7 @@ def test_kinds_and_families_are_keys_without_some_values() -> None:
 # -- capacities that are learned would have held every pack of the warm-up ---------------------------
 
 
-shapes = st.builds(
-    PackShape,
-    tokens=st.integers(1, 4096),
-    num_seqs=st.integers(2, 300),
-    max_seqlen=st.integers(1, 4096),
-    cp_size=st.just(1),
-)
+shapes = st.builds(PackShape, st.integers(1, 4096), st.integers(2, 300), st.integers(1, 4096))
 
 
 def test_most_packs_get_a_capacity_of_their_own() -> None:
@@ -158,13 +152,8 @@ def begin(states: _C.States, *fingerprints: int, settings: int = 1) -> bool:
 
 def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
     states = _C.States(1)
-    for name, settings, number, is_new in (
-        (7, 1, 0, True),
-        (8, 1, 1, True),
-        (7, 1, 0, False),
-        (7, 2, 2, True),
-    ):
-        assert begin(states, name, settings=settings)
+    for name, under, number, is_new in ((7, 1, 0, True), (8, 1, 1, True), (7, 1, 0, False), (7, 2, 2, True)):
+        assert begin(states, name, settings=under)
         assert (states.current, states.is_new) == (number, is_new)
     assert states.make_room({0, 1}, most=2) == {1}
     assert states.of_call(8) == 3  # under the settings of now

@@ -67,9 +67,7 @@ def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
         (b'{"text": "a"}\r\n{"text": "b"}', [[97], [98]]),  # the last line needs no newline
     ],
 )
-def test_text_goes_before_tokens_and_these_before_a_length(
-    tmp_path: Path, lines: bytes, expected: Any
-) -> None:
+def test_text_precedes_tokens_and_these_a_length(tmp_path: Path, lines: bytes, expected: Any) -> None:
     path = tmp_path / "docs.JSONL"
     path.write_bytes(lines)
     assert contents(load_documents(path)) == expected
@@ -112,7 +110,7 @@ def test_every_token_of_a_text_appears_once_in_order(data: bytes, limit: int | N
     assert limit is None or max(map(len, pieces)) <= limit
 
 
-NO_OBJECT = "expected a JSON object with one of the columns text, tokens, length, got "
+NO_ROW = "expected a JSON object with one of the columns text, tokens, length, got "
 OVER = (
     "document of 9000 tokens is over the limit of 8192; shorten it, or raise --max-document or --pack-tokens"
 )
@@ -125,16 +123,13 @@ NO_LIST = "expected a list of integers in column tokens, got "
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([b"{text: a}"], NO_OBJECT + "b'{text: a}\\n': Expecting property name"),
-        (
-            [b'{"text": "\xff"}'],
-            NO_OBJECT + "b'{\"text\": \"\\xff\"}\\n': 'utf-8' codec can't decode byte 0xff",
-        ),
-        ([b"[" * 200_000], NO_OBJECT + "b'[[[[[[[[[[["),
-        *(([{"text": "a"}, blank], NO_OBJECT + "a blank line") for blank in (b"", b"  ")),
-        ([[1, 2]], NO_OBJECT + "a list ([1, 2])"),
-        (["text"], NO_OBJECT + "a string ('text')"),
-        ([None], NO_OBJECT + "null"),
+        ([b"{text: a}"], NO_ROW + "b'{text: a}\\n': Expecting property name"),
+        ([b'{"text": "\xff"}'], NO_ROW + "b'{\"text\": \"\\xff\"}\\n': 'utf-8' codec can't decode byte 0xff"),
+        ([b"[" * 200_000], NO_ROW + "b'[[[[[[[[[[["),
+        *(([{"text": "a"}, blank], NO_ROW + "a blank line") for blank in (b"", b"  ")),
+        ([[1, 2]], NO_ROW + "a list ([1, 2])"),
+        (["text"], NO_ROW + "a string ('text')"),
+        ([None], NO_ROW + "null"),
         *(([{"text": "a"}, {"text": text}], why) for text, why in (("a" * 9000, OVER), ("", EMPTY))),
         ([{"tokens": [1] * 9000}], OVER),
         ([{"length": 9000}], OVER),

@@ -151,6 +151,7 @@ def evaluates(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
 # Not of late gradients, of which those that nobody asks for are added to the next ones; and schedules alone
 # hand stages their rows.
 _WITHOUT_SCHEDULE = {"applies": lambda twins: not (twins.has("late gradients") or twins.has("stages"))}
+_SHARED = {"applies": lambda twins: twins.is_shared}
 
 
 @step("NO_FREE_SLOT", "NESTING", how=("first", "last", "never"), **_WITHOUT_SCHEDULE)
@@ -310,7 +311,7 @@ def trains_beside_a_gradient(trainer: Any, micros: list[rig.Micro], is_ours: boo
     return left
 
 
-@step("STATE_CHANGED", "SIGNATURE_CHANGED", draw=packs_of_ranks, applies=lambda twins: twins.is_shared)
+@step("STATE_CHANGED", "SIGNATURE_CHANGED", draw=packs_of_ranks, **_SHARED)
 def breaks_off_an_evaluation(trainer: Any, micros: list[rig.Micro], is_ours: bool) -> Any:
     """Where nothing is left to do that ranks do together."""
     found: list[torch.Tensor] = []
@@ -348,7 +349,7 @@ def changes_a_probe(twins: "Twins", name: str, ranks: Ranks) -> None:
     twins.change(name, OF_PROBES[name].do, ranks)
 
 
-@event(*WATCHED, draw=one_of("how", WRONG), applies=lambda twins: twins.is_shared, weight=8)
+@event(*WATCHED, draw=one_of("how", WRONG), weight=8, **_SHARED)
 def is_wrong_in_captures(twins: "Twins", how: str, ranks: Ranks) -> None:
     if how == "raises" or twins.verifies:
         twins.is_wrong |= how != "raises"
@@ -372,15 +373,13 @@ def _captures_again(twins: "Twins", ranks: Ranks, seed: int, around: Any = nullc
             twins.each(lambda trainer: rig.step(trainer, twins.micros([{"lengths": [9, 20], "seed": seed}])))
 
 
-@event(
-    *WATCHED, draw=one_of("how", VERIFICATIONS, then=_again), applies=lambda twins: twins.is_shared, weight=6
-)
+@event(*WATCHED, draw=one_of("how", VERIFICATIONS, then=_again), weight=6, **_SHARED)
 def verifies(twins: "Twins", how: str, seed: int, ranks: Ranks) -> None:
     twins.explain("VERIFY_FAILED", "GROUP_DISAGREED", "SCOPE_UNSUPPORTED", lasts=how != "fails")
     _captures_again(twins, ranks, seed, VERIFICATIONS[how])
 
 
-@event(*WATCHED, draw=_again, applies=lambda twins: twins.is_shared, weight=6)
+@event(*WATCHED, draw=_again, weight=6, **_SHARED)
 def keeps_an_output_while_captures_are_due(twins: "Twins", seed: int, ranks: Ranks) -> None:
     """Of the last layer, whose slot nobody needs before."""
     held: list[Any] = []

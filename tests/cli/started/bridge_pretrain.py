@@ -76,8 +76,5 @@ container = of.ConfigContainer(
 beginning = megatron.bridge.training.initialize
 cuda = SimpleNamespace(**{**vars(torch.cuda), "is_available": lambda: True})
 there = SimpleNamespace(**{**vars(torch), "cuda": cuda})
-with (
-    mock.patch.object(beginning, "torch", there),
-    mock.patch.object(beginning, "compile_helpers", lambda: None),
-):
+with mock.patch.multiple(beginning, torch=there, compile_helpers=lambda: None):
     pretrain(container, forward_step)

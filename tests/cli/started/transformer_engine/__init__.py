@@ -36,14 +36,12 @@ def _normed(x, weight, eps):
 
 
 class Linear(nn.Module):
-    def __init__(
-        self, in_features, out_features, *, init_method=None, bias=True, return_bias=False, **options
-    ):
+    def __init__(self, in_features, out_features, *, init_method=None, bias=True, return_bias=False, **more):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
-        self.parallel_mode, self.tp_size = options.get("parallel_mode"), 1
-        dtype = options.get("params_dtype", torch.float32)
+        self.parallel_mode, self.tp_size = more.get("parallel_mode"), 1
+        dtype = more.get("params_dtype", torch.float32)
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
         (init_method or nn.init.xavier_normal_)(self.weight)
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
