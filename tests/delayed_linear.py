@@ -1,35 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers that delay the product for their weight, with the face of Transformer Engine's."""
 
-import contextlib
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 # Of gradients that a fused layer hands on in place of those that it has added; whoever adds one shows.
 FILLER = 7.0
-_is_capturing = False
+_now = {"is_capturing": False}
 
 
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> AbstractContextManager[Any]:
     """While inside, hooks of `accumulates()` do nothing, as Megatron's DDP's in a capture."""
-    global _is_capturing
-    before, _is_capturing = _is_capturing, True
-    try:
-        yield
-    finally:
-        _is_capturing = before
+    return mock.patch.dict(_now, is_capturing=True)
 
 
 def accumulates(param: Any) -> Callable[..., None]:
     """What Megatron's DDP hangs on a module for a parameter whose gradient comes late."""
 
     def hook(*_: object) -> None:
-        if _is_capturing:
+        if _now["is_capturing"]:
             return
         if param.grad is not None and not param.grad_added_to_main_grad:
             param.main_grad.add_(param.grad)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -325,26 +325,24 @@ def test_every_committed_file_is_a_result_also_where_it_is_older_than_some_keys(
         assert all((figure.holds is None) == (figure.bar is None) for figure in figures), path
 
 
-@pytest.mark.parametrize(("value", "better", "holds"), [(4, "lower", True), (5, "lower", False)])
-def test_a_figure_holds_on_the_better_side_of_its_bar(value: float, better: Any, holds: bool) -> None:
-    assert Figure(name="f", value=value, unit="us", bar=4, better=better).holds is holds
-    assert Figure(name="f", value=-value, unit="us", bar=-4, better="higher").holds is holds
-    assert Figure(name="f", value=value, unit="us").holds is None
+def test_a_figure_holds_on_the_better_side_of_its_bar() -> None:
+    figure = partial(Figure, name="f", unit="us")
+    for value, holds in ((4, True), (5, False)):
+        assert figure(value=value, bar=4, better="lower").holds is holds
+        assert figure(value=-value, bar=-4, better="higher").holds is holds
+        assert figure(value=value).holds is None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_nonsense_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    for change, message in (
         ({"colour": "red"}, "unexpected keyword argument 'colour'"),
         ({"value": math.nan}, "key 'value': expected a finite number, got nan"),
         ({"rival": None}, "expected who measured 25.0, got no rival"),
-    ],
-)
-def test_nonsense_is_refused_by_file_and_key(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps(RECORD | {"figures": [STORED | change]}))
-    with pytest.raises(ValueError, match=f"r.json: .*{message}"):
-        read_figures(path)
+    ):
+        path.write_text(json.dumps(RECORD | {"figures": [STORED | change]}))
+        with pytest.raises(ValueError, match=f"r.json: .*{message}"):
+            read_figures(path)
 
 
 def test_the_commit_says_if_more_than_results_differed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

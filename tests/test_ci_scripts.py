@@ -22,6 +22,7 @@ import pytest
 import torch
 from notes import told
 from pytest import CaptureFixture, MonkeyPatch
+from same_bits import BitsDiffer, assert_same_bits
 
 FOLDER = Path(__file__).parents[1] / ".ci"
 
@@ -32,13 +33,8 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-    sys.path.insert(0, str(FOLDER))
-    try:
+    with mock.patch.multiple(sys, dont_write_bytecode=True, path=[str(FOLDER), *sys.path]):
         loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-        sys.dont_write_bytecode = before
     return module
 
 
@@ -194,6 +190,24 @@ def test_a_lane_that_runs_nothing_is_a_failure(run: Suite, capfd: pytest.Capture
     said = capfd.readouterr().out
     assert "lane one: pytest ended with 5" in said
     assert "No module named 'nothing_of" in said
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (torch.ones(2), torch.ones(3), r"they: torch.float32 \[2\] and torch.float32 \[3\]"),
+        (torch.ones(2), torch.ones(2).double(), "torch.float32 .* and torch.float64"),
+        (torch.tensor([torch.nan]), torch.tensor([torch.nan]), "1 of 1 entries differ, first nan and nan"),
+        (torch.ones(2), None, "they: .* and None"),
+        ([1], [1, 2], r"other parts: \[0\] and \[0, 1\]"),
+        ({"a": [torch.ones(2)]}, {"a": [torch.zeros(2)]}, r"\['a'\]\[0\]: 2 of 2 entries differ"),
+        (1, 2, "they: 1 and 2"),
+    ],
+)
+def test_whatever_differs_is_an_error(one: Any, other: Any, message: str) -> None:
+    assert_same_bits([None, 3, "a", (1.0, torch.ones(2))], [None, 3, "a", [1.0, torch.ones(2)]])
+    with pytest.raises(BitsDiffer, match=message):
+        assert_same_bits(one, other)
 
 
 # -- .ci/gpu ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 import pytest
 from matplotlib import pyplot
+from notes import told
 from pytest import CaptureFixture, MonkeyPatch
 from rich.console import Console
 
@@ -132,11 +133,8 @@ def test_scalars_are_plain_numbers_by_model_and_name_since_an_earlier_report() -
 def test_what_was_written_is_read_as_the_umask_lets(tmp_path: Path, reports: list[dict[str, Any]]) -> None:
     """A report could be read by its owner alone, whatever the umask: mkstemp makes 0600."""
     path = tmp_path / "new" / "folder" / "report.json"
-    outer = os.umask(0o022)
-    try:
+    with told(os.umask, 0o022, os.umask(0o022)):
         write_report(reports, path)
-    finally:
-        os.umask(outer)
     assert read_report(path) == reports
     assert [file.name for file in path.parent.iterdir()] == ["report.json"]
     assert path.stat().st_mode & 0o777 == 0o644
@@ -335,23 +333,17 @@ def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: Captur
     assert "not allowed with argument --json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("more", "image", "message"),
-    [
-        ({}, "slots.png", "no model chunk has had several slots"),
-        ({"leases": LEASES}, "gone/slots.png", "gone/slots.png"),
-    ],
-    ids=["single slots", "no folder"],
-)
-def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(
-    tmp_path: Path, capsys: CaptureFixture[str], more: dict[str, Any], image: str, message: str
-) -> None:
+def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "run.json"
-    write_report([MODEL], path, **more)
-    assert main(["report", str(path), "--timeline", str(tmp_path / image)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("megagraph report: ") and message in err
-    assert [*tmp_path.iterdir()] == [path]
+    for leases, image, message in (
+        ({}, "slots.png", "no model chunk has had several slots"),
+        (LEASES, "gone/slots.png", "gone/slots.png"),
+    ):
+        write_report([MODEL], path, leases=leases)
+        assert main(["report", str(path), "--timeline", str(tmp_path / image)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("megagraph report: ") and message in err
+        assert [*tmp_path.iterdir()] == [path]
 
 
 # -- the line at the end ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from run_scripts import Files
 
 from megagraph.cli import main
@@ -20,22 +21,27 @@ TINY |= {"--warmup-steps": "1", "--steps": "6", "--timed-steps": "2"}
 @pytest.fixture(autouse=True)
 def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No options from outside, lines that do not wrap, errors of Megatron alone; afterwards all as it was. No
-    command leaves the plugin or a step without graphs, however it ends."""
+    command leaves the plugin, a step without graphs or what is torch's changed, however it ends."""
     for name in list(os.environ):
         if name.startswith("MEGAGRAPH_") and name != "MEGAGRAPH_TEST_CORE":
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # these models use no compiler: nobody need import it
-    loggers = [logging.getLogger(name) for name in ("megagraph", "megatron")]
+
+    def found() -> list[object]:
+        torchs = torch.are_deterministic_algorithms_enabled(), torch.distributed.is_initialized()
+        return [installed_plugin(), is_cuda_graph_skipped(), *torchs, torch.cuda.current_device]
+
+    as_before, loggers = found(), [logging.getLogger(name) for name in ("megagraph", "megatron")]
     before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
     loggers[1].setLevel(logging.ERROR)
     yield
-    left = installed_plugin(), is_cuda_graph_skipped()
+    left = found()
     uninstall()
     for logger, level, handlers in before:
         logger.setLevel(level)
         logger.handlers[:] = handlers
-    assert left == (None, False)
+    assert left == as_before
 
 
 @pytest.fixture

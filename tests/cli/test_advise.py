@@ -59,18 +59,15 @@ def test_graphs_pay_if_the_whole_interval_is_above_one() -> None:
     assert "mode" not in advice.toml
 
 
-@pytest.mark.parametrize(
-    ("eager_ms", "noise", "said"),
-    [
+def test_they_are_better_left_off_if_it_includes_one_or_lies_below() -> None:
+    for eager_ms, noise, said in (
         (100, 0.001, ", 95 %), which is no gain; more --steps may tell more"),
         (110, 0.3, ", 95 %), which is no gain; more --steps may tell more"),  # too noisy
         (90, 0.001, "leave it off: graphed steps are 0.90 times as fast (0.90 to 0.90, 95 %)"),
-    ],
-)
-def test_they_are_left_off_if_it_includes_one_or_lies_below(eager_ms: float, noise: float, said: str) -> None:
-    advice = advised(pairs_of(eager_ms, 100, noise=noise), reports=[report_of(90, 0.0)])
-    assert advice.pays is False and said in advice.verdict and advice.verdict.startswith("leave it off: ")
-    assert advice.toml == '[megagraph]\nmode = "off"\ncapacities = ["60:3", "100:4"]'
+    ):
+        advice = advised(pairs_of(eager_ms, 100, noise=noise), reports=[report_of(90, 0.0)])
+        assert advice.pays is False and said in advice.verdict and advice.verdict.startswith("leave it off: ")
+        assert advice.toml == '[megagraph]\nmode = "off"\ncapacities = ["60:3", "100:4"]'
 
 
 def test_padding_that_eats_the_gain_is_told_with_the_capacities_that_leave_less() -> None:
@@ -95,10 +92,8 @@ def test_what_is_not_known_is_not_advised() -> None:
 @pytest.mark.parametrize("is_timed", [True, False])
 def test_nothing_replayed_is_a_reason_to_leave_it_off(is_timed: bool) -> None:
     none = advised([], reports=[report_of(0, NESTING=9)], is_timed=is_timed)
-    assert none.pays is False
-    assert (
-        none.verdict == "leave it off: nothing replayed: 100 % eager, NESTING: call each layer once, in order"
-    )
+    said = "leave it off: nothing replayed: 100 % eager, NESTING: call each layer once, in order"
+    assert (none.pays, none.verdict) == (False, said)
     without = advised([], reports=[], packs=None, is_timed=is_timed)
     assert without.pays is False and without.verdict.startswith("leave it off: nothing replayed: no GPTModel")
     assert without.choices == [] and without.toml == '[megagraph]\nmode = "off"'
@@ -244,7 +239,6 @@ ROWS = """        trainer.chunk.decoder.final_layernorm.register_forward_hook(
             lambda module, given, out: print("rows", out.shape[0])
         )
 """
-NULL = "from contextlib import nullcontext\n"
 
 
 def tried(files: Files, text: str, steps: int, config: GraphConfig) -> Findings:
@@ -279,11 +273,11 @@ def test_a_block_that_did_not_replay_is_left_out_and_one_that_raises_leaves_grap
     eager one, as loops of users' own often end."""
     loop, step = "        for _ in range(steps):\n", '            print("loss"'
     assert loop in ENDLESS and step in ENDLESS
-    script = ENDLESS.replace(loop, f"        import megagraph\n{loop.replace('_', 'at')}")
-    skip = "            with megagraph.disable_cuda_graphs_this_step() if 7 <= at < 11 else nullcontext():\n"
-    script = script.replace(step, f"{skip}    {step}").replace("import torch\n", f"import torch\n{NULL}", 1)
-    found = tried(files, script, 24, GraphConfig.from_toml(files.toml()))
-    assert len(found.pairs) == 2
+    imports = "        import contextlib, megagraph\n"
+    script = ENDLESS.replace(loop, imports + loop.replace("_", "at"))
+    skips = "megagraph.disable_cuda_graphs_this_step() if 7 <= at < 11 else contextlib.nullcontext()"
+    script = script.replace(step, f"            with {skips}:\n    {step}")
+    assert len(tried(files, script, 24, GraphConfig.from_toml(files.toml())).pairs) == 2
     raising = ENDLESS.replace("itertools.cycle(documents)", "iter(documents)")
     with pytest.raises(StopIteration):
         tried(files, raising, 24, GraphConfig.from_toml(files.toml()))

@@ -54,6 +54,8 @@ def write_first_hour(folder: Path) -> None:
 
 def run_line(line: str) -> None:
     """A line of a shell: commands of ours in this process, and whether targets of make are there."""
+    from megatron.core import parallel_state
+
     uninstall()  # it is a process of its own
     program, *words = shlex.split(line, comments=True) or ["true"]
     if program == "make":
@@ -64,19 +66,12 @@ def run_line(line: str) -> None:
             assert main(words) == 0, line
         except SystemExit as end:
             assert end.code == 0, line
-        finally:
-            end_groups()
+        finally:  # the groups of a script that was not run to its end
+            parallel_state.destroy_model_parallel()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
     else:
         assert program == "true", f"{line}: nothing runs this: mark its block as a fragment"
-
-
-def end_groups() -> None:
-    """Of a script that was not run to its end."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def without_figures(text: str) -> str:

@@ -51,12 +51,10 @@ def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys:
     document = json.loads(capsys.readouterr().out)
     assert document["models"] == [model]
     remedy = "raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
+    nothing = "nothing to do in the first steps (layer 3: a hook)"
     assert document["explained"] == [
         {"model": "GPTModel", "reason": reason, "calls": calls, "share": calls / 100, "remedy": what}
-        for reason, calls, what in (
-            ("TOO_MANY_SEQUENCES", 30, remedy),
-            ("WARMING_UP", 10, "nothing to do in the first steps (layer 3: a hook)"),
-        )
+        for reason, calls, what in (("TOO_MANY_SEQUENCES", 30, remedy), ("WARMING_UP", 10, nothing))
     ]
     assert main(["doctor", "--report", str(path)]) == 0
     shown = capsys.readouterr().out

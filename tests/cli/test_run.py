@@ -225,18 +225,11 @@ SEVEN = TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)")  # document
 RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
 
 
-@pytest.mark.parametrize(
-    ("script", "toml", "said"),
-    [
+def test_a_run_ends_with_what_was_replayed_or_why_that_is_not_known(files: Files, capsys: Any) -> None:
+    for script, toml, said in (
         (UNINSTALL, "", "nothing is known: the script has called uninstall()"),
         ("pass", "mode = 'off'", "nothing is known: mode is off"),
         (SEVEN, "", f"60 % of layer calls replayed; 20 % eager, {RAISE_IT}"),
-    ],
-    ids=["uninstalled", "off", "too many documents"],
-)
-def test_a_run_ends_with_what_was_replayed_or_why_that_is_not_known(
-    files: Files, capsys: Any, script: str, toml: str, said: str
-) -> None:
-    config, path = files.toml(TOML + toml), files.script(script)
-    assert main(["run", "--config", str(config), str(path), "5", "pass"]) == 0
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: {said}")
+    ):
+        assert run("--config", files.toml(TOML + toml), files.script(script), "5", "pass") == 0
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: {said}")

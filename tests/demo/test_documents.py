@@ -58,19 +58,16 @@ def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
     assert contents(load_documents(path)) == contents([first, second])
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
+def test_text_goes_before_tokens_and_these_before_a_length(tmp_path: Path) -> None:
+    path = tmp_path / "docs.JSONL"
+    for lines, expected in (
         (b'{"tokens": [0, 255]}\n{"tokens": [5]}\n', [[0, 255], [5]]),
         (b'{"tokens": [7], "text": "a"}\n', [[97]]),
         (b'{"length": 3, "tokens": [7]}\n', [[7]]),
         (b'{"text": "a"}\r\n{"text": "b"}', [[97], [98]]),  # the last line needs no newline
-    ],
-)
-def test_text_precedes_tokens_and_these_a_length(tmp_path: Path, lines: bytes, expected: Any) -> None:
-    path = tmp_path / "docs.JSONL"
-    path.write_bytes(lines)
-    assert contents(load_documents(path)) == expected
+    ):
+        path.write_bytes(lines)
+        assert contents(load_documents(path)) == expected
 
 
 @pytest.fixture

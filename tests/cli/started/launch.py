@@ -23,11 +23,6 @@ def keep(optimizer, args, kwargs):
     kept.append([param.detach().clone() for param in params])
 
 
-def stand_in(owner, **attributes):
-    for attribute, value in attributes.items():
-        setattr(owner, attribute, value)
-
-
 def on_a_gpu(tensor, *args, type_of=torch.Tensor.type, **kwargs):
     """Megatron's optimizer asks where a parameter lies by the name of its type."""
     found = type_of(tensor, *args, **kwargs)
@@ -36,8 +31,8 @@ def on_a_gpu(tensor, *args, type_of=torch.Tensor.type, **kwargs):
 
 nothing = dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "ipc_collect"), lambda *args: None)
 memory = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-stand_in(torch.cuda, **nothing, **dict.fromkeys(memory, lambda *args: 0), device_count=lambda: 1)
-stand_in(torch.cuda, get_device_name=lambda *args: "CPU", mem_get_info=lambda *args: (0, 1))
+vars(torch.cuda).update(nothing, **dict.fromkeys(memory, lambda *args: 0), device_count=lambda: 1)
+vars(torch.cuda).update(get_device_name=lambda *args: "CPU", mem_get_info=lambda *args: (0, 1))
 torch.Tensor.type = on_a_gpu
 torch.use_deterministic_algorithms(True)
 register_optimizer_step_post_hook(keep)
