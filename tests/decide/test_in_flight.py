@@ -88,16 +88,13 @@ def test_counts_that_megatron_takes() -> None:
     assert not StageSchedule(stages=2).is_legal(0) and StageSchedule(stages=2).is_legal(1)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_what_no_schedule_takes() -> None:
+    for wrong, message in (
         ({"stages": 0}, "expected at least one stage and chunk, got 0 and 1"),
         ({"stages": 2, "stage": 2}, "expected a stage from 0 to 1, got 2"),
         ({"chunks": 2}, "expected one chunk without a pipeline, got 2"),
         ({"stages": 2, "has_expert_overlap": True}, "expected several chunks a stage"),
         ({"stages": 4, "chunks": 2, "group_size": 3}, "expected groups of at least 4 micro-batches.*got 3"),
-    ],
-)
-def test_what_no_schedule_takes(wrong: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StageSchedule(**wrong)
+    ):
+        with pytest.raises(ValueError, match=message):
+            StageSchedule(**wrong)
