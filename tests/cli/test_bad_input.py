@@ -25,9 +25,13 @@ demo --layers 0 -> --layers: expected at least 1, got 0
 demo --layers 99999999999 -> --layers: expected at most 1000, got 99999999999
 demo --hidden 60 --heads 20 -> --hidden: expected for each head a multiple of
 demo --hidden 4096 -> --hidden: expected for each head a multiple of
+demo --heads 0 -> --heads: expected at least 1, got 0
 demo --heads 3 -> --heads: expected a divisor of --hidden (64), got 3
 demo --query-groups 3 -> --query-groups: expected a divisor of --heads (4), got 3
+demo --query-groups 0 -> --query-groups: expected at least 1, got 0
+demo --pack-tokens 1 -> --pack-tokens: expected at least 2, got 1
 demo --max-packed-seqs 8 0 -> --max-packed-seqs: expected at least 1, got 0
+demo --timed-steps -1 -> --timed-steps: expected at least 0, got -1
 demo --max-document 999999 -> --max-document: expected at most --pack-tokens (512), got 999999
 demo --data long.jsonl -> long.jsonl:1: document of 600 tokens is over the limit of 512; shorten
 demo --data long.jsonl --max-document 30 -> long.jsonl:1: document of 600 tokens is over the limit of 30;
