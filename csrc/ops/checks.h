@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
+
 namespace megagraph {
 
 inline void check_cu_seqlens(const at::Tensor& cu_seqlens, const char* op) {
@@ -44,6 +46,8 @@ inline void check_context_parallel(int64_t cp_size, int64_t cp_rank, const char*
   TORCH_CHECK_VALUE(cp_size >= 1 && 0 <= cp_rank && cp_rank < cp_size, op,
                     ": need 0 <= cp_rank < cp_size, got cp_rank ", cp_rank, " and cp_size ",
                     cp_size);
+  TORCH_CHECK_VALUE(cp_size <= std::numeric_limits<int32_t>::max() / 2, op, ": cp_size ", cp_size,
+                    " does not fit int32 with its pieces");
 }
 
 }  // namespace megagraph

@@ -36,6 +36,8 @@ at::Tensor pad_cu_seqlens_cpu(const at::Tensor& cu_seqlens, int64_t capacity,
   const int32_t* in = cu_seqlens.const_data_ptr<int32_t>();
   int32_t* data = out.mutable_data_ptr<int32_t>();
   const int64_t given = cu_seqlens.numel();
+  TORCH_CHECK_VALUE(!end || *end >= in[given - 1], "pad_cu_seqlens: end ", *end,
+                    " is before the last offset ", in[given - 1]);
   std::copy_n(in, given, data);
   std::fill(data + given, data + out.numel(), static_cast<int32_t>(end.value_or(in[given - 1])));
   return out;

@@ -33,8 +33,8 @@ void check_shared(const at::Tensor& cu_seqlens_padded, const c10::SymInt& total_
   TORCH_CHECK_VALUE(cp_size > 1, op, ": expected several ranks, got cp_size ", cp_size);
   TORCH_CHECK_VALUE(total_tokens % multiple == 0, op, ": total_tokens ", total_tokens,
                     " is not a multiple of ", multiple, " at cp_size ", cp_size);
-  TORCH_CHECK_VALUE(total_tokens <= std::numeric_limits<int32_t>::max() / 2, op, ": total_tokens ",
-                    total_tokens, " does not fit int32 with its keys");
+  TORCH_CHECK_VALUE(total_tokens >= 0 && total_tokens <= std::numeric_limits<int32_t>::max() / 2,
+                    op, ": total_tokens ", total_tokens, " does not fit int32 with its keys");
 }
 
 at::Tensor thd_gathered_rows_meta(const at::Tensor& cu_seqlens_padded, c10::SymInt total_tokens,

@@ -26,7 +26,7 @@ at::Tensor thd_partition_indices_meta(const at::Tensor& cu_seqlens_padded, c10::
   check_context_parallel(cp_size, cp_rank, "thd_partition_indices");
   TORCH_CHECK_VALUE(total_tokens % cp_size == 0, "thd_partition_indices: total_tokens ",
                     total_tokens, " is not a multiple of cp_size ", cp_size);
-  TORCH_CHECK_VALUE(total_tokens <= std::numeric_limits<int32_t>::max(),
+  TORCH_CHECK_VALUE(total_tokens >= 0 && total_tokens <= std::numeric_limits<int32_t>::max(),
                     "thd_partition_indices: total_tokens ", total_tokens, " does not fit int32");
   return at::empty_symint({total_tokens / cp_size}, cu_seqlens_padded.options());
 }

@@ -45,22 +45,23 @@ at::Tensor zero_tail_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens, int6
   return out;
 }
 
-void check_in_place(const at::Tensor& x, const at::Tensor& cu_seqlens) {
-  TORCH_CHECK_VALUE(x.dim() >= 1 && x.is_contiguous(),
-                    "zero_tail_: tensors must be contiguous and have a token dimension");
-  check_same_device(x, cu_seqlens, "zero_tail_");
-}
+constexpr size_t kMostInPlace = 4;  // a kernel gets that many
 
 void zero_tail_inplace_meta(at::TensorList xs, const at::Tensor& cu_seqlens) {
   check_cu_seqlens(cu_seqlens, "zero_tail_");
-  for (const at::Tensor& x : xs) check_in_place(x, cu_seqlens);
+  TORCH_CHECK_VALUE(xs.size() <= kMostInPlace, "zero_tail_: at most ", kMostInPlace,
+                    " tensors a call, got ", xs.size());
+  for (const at::Tensor& x : xs) {
+    TORCH_CHECK_VALUE(x.dim() >= 1 && x.is_contiguous(),
+                      "zero_tail_: tensors must be contiguous and have a token dimension");
+    check_same_device(x, cu_seqlens, "zero_tail_");
+  }
 }
 
 void zero_tail_inplace_cpu(at::TensorList xs, const at::Tensor& cu_seqlens) {
-  check_cu_seqlens(cu_seqlens, "zero_tail_");
+  zero_tail_inplace_meta(xs, cu_seqlens);
   const int64_t end = cu_seqlens.const_data_ptr<int32_t>()[cu_seqlens.numel() - 1];
   for (const at::Tensor& x : xs) {
-    check_in_place(x, cu_seqlens);
     if (x.numel() == 0) continue;
     const int64_t valid = std::clamp<int64_t>(end, 0, x.size(0));
     const size_t row_bytes = x.nbytes() / x.size(0);
@@ -158,12 +159,10 @@ at::Tensor zero_tail_cuda(const at::Tensor& x, const at::Tensor& cu_seqlens, int
 }
 
 void zero_tail_inplace_cuda(at::TensorList xs, const at::Tensor& cu_seqlens) {
-  check_cu_seqlens(cu_seqlens, "zero_tail_");
-  TORCH_CHECK_VALUE(xs.size() <= kMaxTailTensors, "zero_tail_: at most ", kMaxTailTensors,
-                    " tensors a call, got ", xs.size());
+  static_assert(kMostInPlace == kMaxTailTensors);
+  zero_tail_inplace_meta(xs, cu_seqlens);
   Tails tails{};
   for (const at::Tensor& x : xs) {
-    check_in_place(x, cu_seqlens);
     if (x.numel() == 0) continue;
     tails.data[tails.count] = x.mutable_data_ptr();
     tails.rows[tails.count] = x.size(0);

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What reads packs and spreads them: megagraph/_C.pyi is its manual.
+#include <limits>
+
 #include "csrc/decide/best_capacities.h"
 #include "csrc/decide/pack_schedule.h"
 #include "csrc/decide/stage_schedule.h"
@@ -14,13 +16,15 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
+// Offsets are int32.
 int64_t positive(const char* name, const py::object& value) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const bool is_integer = PyLong_Check(value.ptr()) && !PyBool_Check(value.ptr());
-  const int64_t number = is_integer ? value.cast<int64_t>() : 0;
-  if (number >= 1) return number;
-  throw py::value_error("a capacity's " + std::string(name) +
-                        " must be an integer of at least 1, got " +
-                        py::repr(value).cast<std::string>());
+  int is_beyond = 0;
+  const int64_t number = is_integer ? PyLong_AsLongLongAndOverflow(value.ptr(), &is_beyond) : 0;
+  if (is_beyond == 0 && number >= 1 && number <= kMost) return number;
+  throw py::value_error("a capacity's " + std::string(name) + " must be an integer from 1 to " +
+                        std::to_string(kMost) + ", got " + py::repr(value).cast<std::string>());
 }
 
 size_t hash_of(int64_t number) { return static_cast<size_t>(number); }

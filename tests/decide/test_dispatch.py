@@ -117,7 +117,7 @@ def test_documents_of_the_tail_take_places(shape: PackShape, bank: Bank, extra_s
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
 def test_a_capacity_of_anything_but_positive_integers_is_refused(name: str, value: object) -> None:
     sizes: dict[str, object] = {"tokens": 1, "num_seqs": 1, "max_seqlen": 1, name: value}
-    said = f"a capacity's {name} must be an integer of at least 1, got {value!r}"
+    said = f"a capacity's {name} must be an integer from 1 to 2147483647, got {value!r}"
     with pytest.raises(ValueError, match=said):
         Capacity(**sizes)
 

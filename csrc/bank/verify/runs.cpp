@@ -31,8 +31,12 @@ constexpr int64_t kLeastExponent = -1075, kMostExponent = 1025;  // of doubles; 
 // What an entry is in a run: each is a bit, so that several runs have several.
 constexpr int kFinite = 1, kNan = 2, kInfinite = 4, kBelow = 8;
 
+at::Tensor real_parts(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor;
+}
+
 at::Tensor bits_of(const at::Tensor& tensor) {
-  const at::Tensor numbers = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  const at::Tensor numbers = real_parts(tensor).resolve_neg();
   if (!numbers.is_floating_point()) return numbers;
   switch (numbers.element_size()) {
     case 1:
@@ -50,7 +54,7 @@ at::Tensor bits_of(const at::Tensor& tensor) {
 
 // The same as a type that has minima.
 at::Tensor numbers_of(const at::Tensor& tensor) {
-  if (tensor.is_complex()) return at::view_as_real(tensor);
+  if (tensor.is_complex()) return real_parts(tensor);
   if (!tensor.is_floating_point()) return tensor.to(at::kLong);
   return tensor.element_size() == 1 ? tensor.to(at::kFloat) : tensor;
 }
