@@ -77,6 +77,7 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("captured", &DueVariants::captured)
       .def("states_with_graphs", &DueVariants::states_with_graphs);
   m.def("has_forwards", &has_forwards, py::arg("model"), py::arg("of_model"), py::arg("of_block"));
+  m.def("has_layers", &has_layers, py::arg("model"));
   m.def("by_name", &by_name, py::arg("names"), py::arg("args"), py::arg("kwargs"));
   m.def("is_skipped", &is_skipped);
   m.def("set_skipped", &set_skipped, py::arg("is_skipped"));

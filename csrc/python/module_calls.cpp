@@ -10,6 +10,18 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
+// As `getattr()`, which for what is registered runs Python of `torch.nn.Module`.
+py::object submodule(const py::object& module, const py::str& name) {
+  PyObject* const found =
+      hides_registered(module.ptr(), name) ? nullptr : registered(module.ptr(), name);
+  return found != nullptr ? py::reinterpret_borrow<py::object>(found) : py::getattr(module, name);
+}
+
+py::object block_of(const py::object& model) {
+  static const py::str& decoder = interned("decoder");
+  return submodule(model, decoder);
+}
+
 bool has_forward(const py::object& module, const py::object& function) {
   static const py::str &forward = interned("forward"), &of_method = interned("__func__");
   const py::object called = py::getattr(module, forward);
@@ -23,8 +35,14 @@ bool has_forward(const py::object& module, const py::object& function) {
 }  // namespace
 
 bool has_forwards(const py::object& model, const py::object& of_model, const py::object& of_block) {
-  static const py::str& decoder = interned("decoder");
-  return has_forward(model, of_model) && has_forward(py::getattr(model, decoder), of_block);
+  return has_forward(model, of_model) && has_forward(block_of(model), of_block);
+}
+
+bool has_layers(const py::object& model) {
+  static const py::str& name = interned("layers");
+  const py::object layers = submodule(block_of(model), name);
+  PyObject* const table = registered(layers.ptr());
+  return table == nullptr ? py::len(layers) != 0 : PyDict_GET_SIZE(table) != 0;
 }
 
 py::tuple by_name(const py::sequence& names, const py::tuple& args, const py::dict& kwargs) {

@@ -12,6 +12,7 @@
 #include "csrc/watch/references.h"
 #include "csrc/watch/serials.h"
 #include "csrc/watch/state_items.h"
+#include "csrc/watch/values.h"
 
 namespace py = pybind11;
 
@@ -66,20 +67,6 @@ py::object computed_main_grad(PyObject* param) {
     PyErr_Clear();
   }
   return found;
-}
-
-// With what is read there. Memory that was freed counts as no address. Whether there is some, or
-// none is needed.
-bool mix_address(Hash& hash, const at::Tensor& tensor) {
-  const bool is_stored = tensor.has_storage() && tensor.storage().nbytes() > 0;
-  hash.mix(is_stored ? tensor.const_data_ptr() : nullptr);
-  auto form = static_cast<size_t>(tensor.scalar_type());
-  if (tensor.layout() == at::kStrided) {
-    for (const int64_t size : tensor.sizes()) form = 1000003 * form + static_cast<size_t>(size);
-    for (const int64_t step : tensor.strides()) form = 1000003 * form + static_cast<size_t>(step);
-  }
-  hash.mix(form);
-  return is_stored || tensor.numel() == 0;
 }
 
 }  // namespace

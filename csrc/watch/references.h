@@ -42,6 +42,28 @@ inline pybind11::object attributes_of(PyObject* object) {
   return attributes;
 }
 
+// The modules that are registered with one, by name. Borrowed; null where it has none of its own.
+inline PyObject* registered(PyObject* module) {
+  static const pybind11::str& modules = interned("_modules");
+  const auto attributes =
+      pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(module, nullptr));
+  if (!attributes) PyErr_Clear();  // it has no attributes of its own
+  PyObject* const table = attributes ? entry(attributes.ptr(), modules) : nullptr;
+  return table != nullptr && PyDict_Check(table) ? table : nullptr;
+}
+
+// The one of a name. Borrowed; null for none.
+inline PyObject* registered(PyObject* module, const pybind11::str& name) {
+  PyObject* const table = registered(module);
+  return table == nullptr ? nullptr : entry(table, name);
+}
+
+// Whether a module's attribute is another than what is registered: of its own, or of its class.
+inline bool hides_registered(PyObject* module, const pybind11::str& name) {
+  return entry(attributes_of(module).ptr(), name) != nullptr ||
+         _PyType_Lookup(Py_TYPE(module), name.ptr()) != nullptr;
+}
+
 // Whether an object has this dictionary of attributes: it may be given another one, of which
 // neither dictionary tells. Asked of every module and parameter in each call, so that no reference
 // is made.

@@ -220,13 +220,12 @@ size_t StateWatch::now(bool whole) {
 }
 
 std::optional<size_t> StateWatch::layers() const {
-  static const py::str &modules = interned("_modules"), &layers = interned("layers");
+  static const py::str& layers = interned("layers");
   const py::object block = referent(block_.ptr());
-  const bool sees_them = block && entry(attributes_of(block.ptr()).ptr(), layers) == nullptr &&
-                         _PyType_Lookup(Py_TYPE(block.ptr()), layers.ptr()) == nullptr;
+  const bool sees_them = block && !hides_registered(block.ptr(), layers);
   PyObject* const list = sees_them ? list_of_layers() : nullptr;
-  PyObject* const table = list == nullptr ? nullptr : entry(attributes_of(list).ptr(), modules);
-  if (table == nullptr || !PyDict_Check(table)) return {};
+  PyObject* const table = list == nullptr ? nullptr : registered(list);
+  if (table == nullptr) return {};
   Hash hash(serial_of(list));
   PyObject *name = nullptr, *layer = nullptr;
   Py_ssize_t place = 0;
@@ -236,10 +235,9 @@ std::optional<size_t> StateWatch::layers() const {
 
 // A forward of the block has something else stand in for its attribute.
 PyObject* StateWatch::list_of_layers() const {
-  static const py::str &modules = interned("_modules"), &layers = interned("layers");
+  static const py::str& layers = interned("layers");
   const py::object block = referent(block_.ptr());
-  PyObject* table = block ? entry(attributes_of(block.ptr()).ptr(), modules) : nullptr;
-  return table != nullptr && PyDict_Check(table) ? entry(table, layers) : nullptr;
+  return block ? registered(block.ptr(), layers) : nullptr;
 }
 
 void StateWatch::look_at_objects() {

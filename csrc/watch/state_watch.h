@@ -20,8 +20,8 @@
 // (dict_events.h), or its class has. So most calls compare, and read no more than what requires a
 // gradient. The content of lists and sets in attributes, and whatever lies inside of these, changes
 // without a word, and so do an object's class and its dictionary for another one, configurations in
-// values, fields in slots and a scalar on the host: they are read again where the whole state is
-// asked for.
+// values, fields in slots, a tensor's memory and form and a scalar on the host: they are read again
+// where the whole state is asked for.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -125,6 +125,18 @@ std::optional<size_t> of_plain(PyObject* value) {
 
 }  // namespace
 
+bool mix_address(Hash& hash, const at::Tensor& tensor) {
+  const bool is_stored = tensor.has_storage() && tensor.storage().nbytes() > 0;
+  hash.mix(is_stored ? tensor.const_data_ptr() : nullptr);
+  auto form = static_cast<size_t>(tensor.scalar_type());
+  if (tensor.layout() == at::kStrided) {
+    for (const int64_t size : tensor.sizes()) form = 1000003 * form + static_cast<size_t>(size);
+    for (const int64_t step : tensor.strides()) form = 1000003 * form + static_cast<size_t>(step);
+  }
+  hash.mix(form);
+  return is_stored || tensor.numel() == 0;
+}
+
 bool is_plain(PyObject* value) { return of_plain(value).has_value(); }
 
 bool is_configuration(PyObject* object) {
@@ -149,7 +161,12 @@ size_t ValueHasher::operator()(PyObject* value) {
   seen_[value] = {py::reinterpret_borrow<py::object>(value), depth_, spread(seen_.size())};
   ++depth_;
   size_t hash = 0;
-  if (PyTuple_Check(value) || PyList_Check(value)) {
+  if (PySlice_Check(value)) {
+    const auto* const slice = reinterpret_cast<PySliceObject*>(value);
+    Hash ends(of_type(value));
+    for (PyObject* end : {slice->start, slice->stop, slice->step}) ends.mix((*this)(end));
+    hash = ends.value();
+  } else if (PyTuple_Check(value) || PyList_Check(value)) {
     if (PyList_Check(value)) meet_mutable();
     hash = combined(of_type(value), of_sequence(value));
   } else if (PyDict_Check(value)) {
@@ -171,7 +188,7 @@ size_t ValueHasher::operator()(PyObject* value) {
       dicts_->push_back(attributes);
       has_met_mutable_ = true;  // the object may be given another one
     }
-    hash = combined(of_identity(value), of_entries(attributes.ptr()));
+    hash = combined(of_identity(value), of_attributes(attributes.ptr()));
   } else if (PyObject* fields = fields_of(value)) {
     meet_mutable();
     hash = combined(of_identity(value), of_slots(value, fields));
@@ -195,9 +212,10 @@ size_t ValueHasher::of_tensor(PyObject* value) {
   const bool stored =
       is_plain_tensor(value) && tensor.has_storage() && tensor.storage().nbytes() > 0;
   Hash hash(of_identity(value));
-  hash.mix(stored ? tensor.const_data_ptr() : nullptr);
+  if (is_plain_tensor(value)) mix_address(hash, tensor);
+  hash.mix(size_t{tensor.requires_grad()});
+  meet_mutable();  // it may be given other memory or another form
   if (stored && reads_scalars_ && tensor.dim() == 0 && tensor.is_cpu()) {
-    meet_mutable();
     const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
     for (size_t i = 0; i < tensor.itemsize(); ++i) hash.mix(size_t{bytes[i]});
   }
@@ -221,8 +239,22 @@ size_t ValueHasher::of_sequence(PyObject* sequence) {
   return hash.value();
 }
 
-// Without their order: what was taken out and put in again is the same.
+// In their order, in which a loop meets them.
 size_t ValueHasher::of_entries(PyObject* dict) {
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t place = 0, count = 0;
+  Hash hash(PyDict_Size(dict));
+  while (count++ < kLargest && PyDict_Next(dict, &place, &key, &value)) {
+    const auto held = py::reinterpret_borrow<py::object>(value);
+    const auto name = py::reinterpret_borrow<py::object>(key);
+    hash.mix((*this)(name.ptr()));
+    hash.mix((*this)(held.ptr()));
+  }
+  return hash.value();
+}
+
+// Without their order: what was taken out and put in again is the same.
+size_t ValueHasher::of_attributes(PyObject* dict) {
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t place = 0, count = 0;
   size_t sum = spread(PyDict_Size(dict));

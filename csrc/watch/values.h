@@ -3,19 +3,22 @@
 //
 // Note [Values]
 // By content: None, flags, numbers of any type, strings, enumerations, dtypes, devices, and tuples,
-// lists, sets and dictionaries of values; dataclasses and namespaces (a model's configuration),
-// attribute by attribute, and objects whose slots are all that they have. By identity: modules,
-// functions and other callables, classes, and every other object. A tensor is one object at one
-// address; one without dimensions that stays on the host beside graphs on a device is its number
-// besides, which a kernel takes by value. Contents end at a depth of eight, and at 4,096 entries of
-// one container; what is met again is hashed once.
+// lists, slices, sets and, in their order, dictionaries of values; dataclasses and namespaces (a
+// model's configuration), attribute by attribute in any order, and objects whose slots are all that
+// they have. By identity: modules, functions and other callables, classes, and every other
+// object. A tensor is one object at one address, in one form; one without dimensions that stays on
+// the host beside graphs on a device is its number besides, which a kernel takes by value. Contents
+// end at a depth of eight, and at 4,096 entries of one container; what is met again is hashed once.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
 #include <unordered_map>
 #include <vector>
+
+#include "csrc/watch/hash.h"
 
 namespace megagraph {
 
@@ -33,12 +36,13 @@ class ValueHasher {
   size_t operator()(PyObject* value);
 
   // Whether a value was met since it was made whose content may change while the object stays: a
-  // list, a set, a scalar, a configuration or a dictionary that was not taken.
+  // list, a set, a tensor, a configuration or a dictionary that was not taken.
   bool has_met_mutable() const { return has_met_mutable_; }
 
  private:
   size_t of_sequence(PyObject* sequence);
   size_t of_entries(PyObject* dict);
+  size_t of_attributes(PyObject* dict);
   size_t of_set(PyObject* set);
   size_t of_slots(PyObject* object, PyObject* fields);
   size_t of_members(PyObject* object);
@@ -57,6 +61,10 @@ class ValueHasher {
   bool has_met_mutable_ = false;
   int depth_ = 0;
 };
+
+// Mixes in where a tensor lies and what is read there. Memory that was freed counts as no address.
+// Whether there is some, or none is needed.
+bool mix_address(Hash& hash, const at::Tensor& tensor);
 
 // None, a flag, number, text, enumeration or device.
 bool is_plain(PyObject* value);

@@ -186,6 +186,7 @@ class CallableOptions(Options):
 
 
 ONE, FROZEN = nn.Identity(), nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+HELD = torch.zeros(3)
 
 
 class Lower(Layer):
@@ -205,6 +206,7 @@ class Lower(Layer):
         self.table["meta"] = Initialization(dict)
         self.listed: list[Any] = [{"b": 1}]
         self.config, self.attention_config = Options(), Options()
+        self.held = HELD.detach()
         self.register_buffer("offset", torch.zeros(3))
         self.register_buffer("rows", torch.zeros(3)[1:])
 
@@ -280,6 +282,10 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
     "a slot": (*sets("scale", 1.0, 2.0, lambda it: it.slots), False),
     "a container in a slot": (*adds(lambda it: it.slots.names), False),
     "an empty slot": (lambda x: delattr(x.slots, "scale"), lambda x: setattr(x.slots, "scale", 1.0), False),
+    # Bug: replays read the memory that it had before.
+    "the memory of a tensor": (*sets("data", HELD, HELD.clone(), lambda it: it.held), False),
+    "the form of a tensor": (*sets("data", HELD, HELD[:2], lambda it: it.held), False),
+    "the gradient of a tensor": (*sets("requires_grad", False, True, lambda it: it.held), False),
     "config": (*sets("scale", 1.0, 2.0, lambda it: it.config), True),
     "attention_config": (*sets("scale", 1.0, 2.0, lambda it: it.attention_config), True),
     **{f"a {kind} of its own": (*hooks(kind, lambda it: it), True) for kind in HOOKS},
@@ -383,6 +389,7 @@ def test_an_object_that_could_not_be_read_to_its_end_is_read_again(monkeypatch: 
         *((None, 0.5), (None, False), ((1.0, (1.0,)), (1.0, (0.5,))), ((1, 2), (1, (2,)))),
         *(tuple(TailConvention), (torch.float32, torch.float16), ("a", "b"), (len, abs)),
         (partial(int, base=2), partial(int, base=8)),
+        *((slice(4), slice(6)), ((slice(4),), (slice(0, 4),)), ({"a": 1, "b": 2}, {"b": 2, "a": 1})),
         *((Decimal(-1), Decimal(-2)), (Decimal(1), 1), (np.int64(-1), np.int64(-2))),
     ],
     ids=repr,

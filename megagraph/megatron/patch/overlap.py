@@ -42,7 +42,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph._C import Finish, by_name, free_if_unread
+from megagraph._C import Finish, by_name, free_if_unread, has_layers
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import names_of
 from megagraph.megatron.graphs.model import GraphedModel
@@ -84,7 +84,7 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
     names = names_of(original)[1:]
 
     def build_schedule_plan(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if plugin.is_over or not len(model.decoder.layers):  # a stage of a pipeline
+        if plugin.is_over or not has_layers(model):  # a stage of a pipeline
             return original(model, *args, **kwargs)
         graphs = plugin.graphs_of_model(model)
         args, kwargs = by_name(names, args, kwargs)
