@@ -182,20 +182,21 @@ void bind_capture(py::module_& m) {
       .def(py::init<at::Device>(), py::arg("device"))
       .def(
           "watching",
-          [](ReadTrace& trace, const at::Tensor& given) -> ReadTrace& {
-            trace.begin(given);
+          [](ReadTrace& trace, const at::Tensor& given,
+             std::vector<at::Tensor> params) -> ReadTrace& {
+            trace.begin(given, std::move(params));
             return trace;
           },
-          py::arg("given"), py::return_value_policy::reference)
+          py::arg("given"), py::arg("params"), py::return_value_policy::reference)
       .def("__enter__", [](const py::object& trace) { return trace; })
       .def("__exit__", [](ReadTrace& trace, const py::args&) { trace.end(); })
       .def(
           "trainable",
           [](ReadTrace& trace, const std::vector<at::Tensor>& known) {
-            const at::Tensor found = trace.trainable(known);
-            return found.defined() ? std::optional(found) : std::nullopt;
+            return or_none({trace.trainable(known)}).front();
           },
           py::arg("known"))
+      .def("written", [](const ReadTrace& trace) { return or_none({trace.written()}).front(); })
       .def_static(
           "unseen",
           [](const py::function& call, const py::args& args) {

@@ -94,13 +94,14 @@ void bind_comparison(py::module_& m) {
 void bind_kept(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<KeptState>(m, "KeptState")
-      .def(py::init(
-               [](const std::vector<py::dict>& of_sites, const std::vector<at::Tensor>& further) {
-                 std::vector<NamedTensors> written;
-                 for (const py::dict& of_site : of_sites) written.push_back(writable(of_site));
-                 return std::make_unique<KeptState>(written, further);
-               }),
-           py::arg("of_sites"), py::arg("further") = std::vector<at::Tensor>())
+      .def(py::init([](const std::vector<py::dict>& of_sites,
+                       const std::vector<at::Tensor>& further, const py::dict& placed) {
+             std::vector<NamedTensors> written;
+             for (const py::dict& of_site : of_sites) written.push_back(writable(of_site));
+             return std::make_unique<KeptState>(written, further, named(placed));
+           }),
+           py::arg("of_sites"), py::arg("further") = std::vector<at::Tensor>(),
+           py::arg("placed") = py::dict())
       .def(
           "found", [](const KeptState& state, size_t site) { return in_python(state.found(site)); },
           py::arg("site"))

@@ -312,19 +312,19 @@ class CapturePlan:
         site, training = self._sites[index], self._training
         swap, given = swap_of(site, training), x.detach().requires_grad_(training)
         reads = self._reads.setdefault(index, _C.ReadTrace(self._backend.device))
-        with reads.watching(given), swap, torch.set_grad_enabled(training):
+        with reads.watching(given, site.parameters()), swap, torch.set_grad_enabled(training):
             with _saved_places() as saved:
                 outputs = as_tuple(site.call(given, **self._arguments))
             self._saves[index] = _place(given) in saved, [_place(output) in saved for output in outputs]
             self._kept_bytes[index] = self._bytes_of(site, saved, given, outputs)
-            self._refuse_borrowed(index)
+            self._refuse_parameters(index)
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
             if training:
                 differentiable = [output for output in outputs if output.requires_grad]
                 torch.autograd.backward(differentiable, [*map(torch.ones_like, differentiable)])
                 finish_backward(site, swap, self._options)
-                self._refuse_borrowed(index)
+                self._refuse_parameters(index)
                 late = [name for name, param in site.trainable() if param.grad is not None]
                 if late:
                     raise ValueError(f"expected main_grad of {late[0]}, whose gradient comes late, got none")
@@ -348,13 +348,17 @@ class CapturePlan:
             kept.pop(_place(other), None)
         return sum(-(-size // _STEP) * _STEP for size in kept.values())
 
-    def _refuse_borrowed(self, index: int) -> None:
-        """Refuses a parameter that no module of a site has, such as one behind a closure or in a list.
+    def _refuse_parameters(self, index: int) -> None:
+        """Refuses a parameter that the site writes, or that none of its modules has.
 
-        Its gradient would be left in the pool. The site that has it, if one does, goes first: eager adds up
-        what both give before it is added to what was there.
+        Such a one is behind a closure or in a list. Its gradient would be left in the pool. The site that has
+        it, if one does, goes first: eager adds up what both give before it is added to what was there.
         """
         own = [param for _name, param in self._sites[index].trainable()]
+        if (written := self._reads[index].written()) is not None:
+            named = self._sites[index].named_parameters()
+            name = next(name for name, param in named if param is written)
+            raise ValueError(f"writes its parameter {name}, as each run of a capture would once more")
         borrowed = self._reads[index].trainable(own) if self._training else None
         if borrowed is None:
             return

@@ -42,11 +42,13 @@ def leaves_no_trace(
 ) -> Iterator[None]:
     """Puts back gradients, flags, buffers and attributes of the sites' modules, whatever happens inside.
 
-    Where `work_runs`, contents change too. A buffer that is another one afterwards is a `ValueError`, and so
-    is an attribute that has another value and is not left out. By default the caller keeps attributes.
+    Where `work_runs`, contents change too. A `ValueError` afterwards: a buffer that is another one, what was
+    given other memory, and an attribute that has another value and is not left out. By default the caller
+    keeps attributes.
     """
     gradients = KeptGradients(sites, work_runs)
-    state = KeptState([written_by(site) for site in sites if work_runs])
+    params = {f"parameter {name}": param for site in sites for name, param in site.named_parameters()}
+    state = KeptState([written_by(site) for site in sites if work_runs], placed=params)
     owners = [named for site in sites for named in site.named_modules()]
     attributes = PlainAttributes(() if left_out is None else owners, left_out or ())
     tables = [(module._buffers, dict(module._buffers)) for _name, module in owners]
@@ -54,7 +56,7 @@ def leaves_no_trace(
         with gradients.put_back_afterwards():
             yield
     finally:
-        state.put_all_back()
+        moved = state.put_all_back()
         rebound = any(
             table.get(name) is not buffer for table, before in tables for name, buffer in before.items()
         )
@@ -63,6 +65,8 @@ def leaves_no_trace(
         changed_attribute = attributes.put_back()
     if rebound:
         raise ValueError("a buffer was reassigned; graphs update buffers in place only")
+    if moved:
+        raise ValueError(f"{moved} was given other memory; graphs write in place only")
     if changed_attribute is not None:
         raise ValueError(changed_attribute)
 

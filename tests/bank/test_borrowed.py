@@ -134,7 +134,7 @@ def test_a_number_on_the_cpu_is_compared_beside_graphs_on_a_gpu() -> None:
     number, hidden = torch.tensor(2.0), torch.randn(3)
     for device, is_baked in (("cuda", True), ("cpu", False)):
         reads = _C.ReadTrace(torch.device(device))
-        with reads.watching(hidden):
+        with reads.watching(hidden, []):
             hidden * number
         reads.keep([hidden])
         assert len(reads) == 1 and not reads.has_moved()
@@ -342,13 +342,45 @@ def test_a_site_whose_first_call_is_another_one_stays_eager(device: str) -> None
     pair.replay_steps(2, CAPTURE_FAILED=2)
 
 
-def test_a_layer_that_assigns_a_buffer_anew_stays_eager(device: str) -> None:
-    """Its buffer was frozen in the graph, and the capture's own tensor was left in the module."""
-    counts: Any = Keeps(lambda module, hidden: setattr(module, "steps", module.steps + 1))
-    counts.register_buffer("steps", torch.zeros((), device=device))
-    before, pair = counts.steps, Pair(device, [nn.Linear(WIDTH, WIDTH), counts]).capture()
-    assert counts.steps is before and pair.failure(1, EagerReason.CAPTURE_FAILED)
+MOVED = "was given other memory"
+# What a call does, and what is said of it.
+WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a buffer anew": (lambda it: setattr(it, "steps", it.steps + 1), "a buffer was reassigned"),
+    "a buffer's memory": (lambda it: setattr(it.steps, "data", it.steps + 1), f"buffer steps {MOVED}"),
+    "an attribute's memory": (lambda it: it.factor.set_(it.factor * 2), f"attribute factor {MOVED}"),
+    "a parameter's memory": (
+        lambda it: setattr(it.scale, "data", it.scale * 0.9),
+        f"parameter scale {MOVED}",
+    ),
+    "a parameter in place": (lambda it: it.scale.data.mul_(0.9), "writes its parameter scale"),
+    "a row of a parameter": (lambda it: it.scale.data[1:3].fill_(0.5), "writes its parameter scale"),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_layer_that_writes_what_no_capture_puts_back_stays_eager(device: str, what: str) -> None:
+    """Bug: replays worked on other memory, or captures had written parameters twice more, without a word."""
+    write, said = WRITES[what]
+
+    def keep(module: Any, hidden: Tensor) -> None:
+        with torch.no_grad():
+            write(module)
+
+    layer = Keeps(keep, factor=torch.ones(WIDTH, device=device))
+    layer.register_buffer("steps", torch.zeros((), device=device))
+    pair = Pair(device, [nn.Linear(WIDTH, WIDTH), layer])
+    mine: Any = pair.layers[1]
+    held = {name: getattr(mine, name) for name in ("steps", "factor", "scale")}
+    before = {name: (it.data_ptr(), it.clone()) for name, it in held.items()}
+    pair.capture()
+    for name, tensor in held.items():
+        place, content = before[name]
+        assert getattr(mine, name) is tensor
+        assert tensor.data_ptr() == place and torch.equal(tensor, content)
+    assert said in pair.failure(1, EagerReason.CAPTURE_FAILED)
     pair.replay_steps(3, CAPTURE_FAILED=3)
+    eager: Any = pair.eager_layers[1]
+    assert all(torch.equal(getattr(mine, name), getattr(eager, name)) for name in held)
 
 
 def test_a_tensor_that_is_updated_in_place_is_advanced_by_each_replay_and_by_no_capture(device: str) -> None:

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "csrc/torch/nodes.h"
+#include "csrc/torch/version_counter.h"
 
 namespace megagraph {
 namespace {
@@ -40,6 +41,31 @@ struct Given : at::ObserverContext {
   std::unordered_set<const c10::StorageImpl*> memory;
 };
 
+// From its first byte to the one behind its last.
+std::pair<const char*, const char*> range_of(const at::Tensor& tensor) {
+  const auto* first = static_cast<const char*>(tensor.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return {first, first + (last + 1) * static_cast<int64_t>(tensor.itemsize())};
+}
+
+bool overlap(const at::Tensor& one, const at::Tensor& other) {
+  if (!one.is_alias_of(other) || one.numel() == 0 || other.numel() == 0) return false;
+  if (one.layout() != at::kStrided || other.layout() != at::kStrided) return true;
+  const auto [first, end] = range_of(one);
+  const auto [first_of_other, end_of_other] = range_of(other);
+  return first < end_of_other && first_of_other < end;
+}
+
+// Whether an op writes what it is given at a place. An autograd function has no schema.
+bool is_write(const std::optional<c10::FunctionSchema>& schema, size_t place) {
+  if (!schema || place >= schema->arguments().size()) return false;
+  const c10::AliasInfo* alias = schema->arguments()[place].alias_info();
+  return alias != nullptr && alias->isWrite();
+}
+
 template <typename Visit>
 void for_each_tensor(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {
@@ -58,9 +84,12 @@ std::unique_ptr<at::ObserverContext> ReadTrace::op_started(const at::RecordFunct
   const bool is_recorded = at::GradMode::is_enabled() && name != "aten::detach" && name != "detach";
   auto given = std::make_unique<Given>();
   const std::lock_guard<std::recursive_mutex> lock(active_mutex);
-  for (const c10::IValue& input : op.inputs()) {
-    for_each_tensor(input, [&](const at::Tensor& tensor) {
+  const auto inputs = op.inputs();
+  const auto schema = op.operator_schema();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    for_each_tensor(inputs[i], [&](const at::Tensor& tensor) {
       if (active != nullptr) active->note(tensor, is_recorded);
+      if (active != nullptr && is_write(schema, i)) active->note_write(tensor);
       if (has_memory(tensor)) given->memory.insert(tensor.storage().unsafeGetStorageImpl());
     });
   }
@@ -83,10 +112,11 @@ void ReadTrace::op_ended(const at::RecordFunction& op, at::ObserverContext* cont
   }
 }
 
-void ReadTrace::begin(const at::Tensor& given) {
+void ReadTrace::begin(const at::Tensor& given, std::vector<at::Tensor> params) {
   const std::lock_guard<std::recursive_mutex> lock(active_mutex);
   TORCH_CHECK(active == nullptr, "another thread warms layers up at the same time");
   active = this;
+  params_ = std::move(params);
   thread_ = std::this_thread::get_id();
   first_node_ = at::sequence_number::peek();
   meet(given, true);
@@ -110,6 +140,9 @@ void ReadTrace::end() {
   }
   reads_.clear();
   known_.clear();
+  for (const auto& [param, before] : written_) copy_unnoticed(param.detach(), before);
+  written_.clear();
+  params_.clear();
   for (auto it = memory_.begin(); it != memory_.end();) {
     it = it->second.storage.expired() ? memory_.erase(it) : std::next(it);
   }
@@ -143,6 +176,23 @@ void ReadTrace::note(const at::Tensor& tensor, bool is_recorded) {
   if (read.loses_gradient && tensor.is_leaf()) {
     read.grad = std::exchange(tensor.mutable_grad(), at::Tensor());
   }
+}
+
+// Before the op does.
+void ReadTrace::note_write(const at::Tensor& tensor) {
+  if (!has_memory(tensor)) return;
+  for (at::Tensor& param : params_) {
+    if (!param.defined() || !has_memory(param) || !overlap(param, tensor)) continue;
+    const at::DisableRecordFunctionGuard unseen;
+    const at::NoGradGuard no_grad;
+    written_.push_back({param, param.detach().clone()});
+    param = at::Tensor();  // once is enough
+  }
+}
+
+at::Tensor ReadTrace::written() const {
+  const std::lock_guard<std::recursive_mutex> lock(active_mutex);
+  return written_.empty() ? at::Tensor() : written_.front().param;
 }
 
 at::Tensor ReadTrace::trainable(const std::vector<at::Tensor>& known) {

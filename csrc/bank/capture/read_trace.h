@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds what calls read that they were not given: parameters that go without their gradient, and
-// memory that a graph has to keep alive.
+// memory that a graph has to keep alive. And which of their own parameters they write.
 //
 // Note [Tensors of nobody's]
 // A forward may reach a tensor through a closure, a list, a global or another module. No list of
@@ -16,6 +16,9 @@
 // compared, is what the warm-up itself has made and somebody still holds, as caches do. On the CPU
 // beside graphs on a GPU, a tensor without dimensions is part of a kernel's arguments: its bytes
 // are compared.
+//
+// A parameter that a forward writes would be written once more by each run of a capture: the site
+// is refused, and the parameter is put back, of which a copy is made before the first such op.
 //
 // Not seen are tensors that no op and no autograd function is given: those that code beside torch's
 // dispatcher (pybind kernels, Triton, what a compiler made) takes out of a closure by itself. Nor
@@ -43,10 +46,14 @@ class ReadTrace {
   ReadTrace(const ReadTrace&) = delete;
   ReadTrace& operator=(const ReadTrace&) = delete;
 
-  // Watches the ops of a call that is given a tensor. One trace at a time, of any thread.
-  void begin(const at::Tensor& given);
-  // Puts back gradients that leaves of nobody's had before the call.
+  // Watches the ops of a call that is given a tensor and has parameters. One trace at a time, of
+  // any thread.
+  void begin(const at::Tensor& given, std::vector<at::Tensor> params);
+  // Puts back gradients that leaves of nobody's had before the call, and what it has written of its
+  // parameters.
   void end();
+  // The first of its parameters that the call has written so far; undefined if there is none.
+  at::Tensor written() const;
   // The first tensor of nobody's, among those that the call has read so far and that are still
   // there, which requires a gradient; undefined if there is none. `known` have an owner.
   at::Tensor trainable(const std::vector<at::Tensor>& known);
@@ -70,6 +77,9 @@ class ReadTrace {
     bool loses_gradient = false;
     std::optional<at::Tensor> grad{};  // taken from such a leaf for the time of the call
   };
+  struct Written {
+    at::Tensor param, before;
+  };
   struct Kept {
     c10::Storage storage;
     WeakTensor tensor;
@@ -83,6 +93,7 @@ class ReadTrace {
   bool meet(const at::Tensor& tensor, bool is_made);
   bool is_from_before(const at::Tensor& tensor) const;
   void note(const at::Tensor& tensor, bool is_recorded);
+  void note_write(const at::Tensor& tensor);
   std::string number_of(const at::Tensor& tensor) const;
 
   const at::Device device_;
@@ -92,6 +103,8 @@ class ReadTrace {
   std::unordered_map<c10::StorageImpl*, Memory> memory_;
   std::vector<Read> reads_, before_;                    // of this call, of earlier ones
   std::unordered_map<c10::TensorImpl*, size_t> known_;  // places in `reads_`
+  std::vector<at::Tensor> params_;                      // of this call
+  std::vector<Written> written_;
   std::vector<Kept> kept_;
 };
 

@@ -7,22 +7,39 @@
 #include "csrc/torch/version_counter.h"
 
 namespace megagraph {
+namespace {
+
+// Subclasses that stand for other tensors have no memory of their own.
+bool lies_as(const at::Tensor& tensor, const at::Tensor& alias) {
+  if (!tensor.has_storage() || tensor.layout() != at::kStrided ||
+      tensor.key_set().has(c10::DispatchKey::Python)) {
+    return true;
+  }
+  return tensor.is_alias_of(alias) && tensor.storage_offset() == alias.storage_offset() &&
+         tensor.scalar_type() == alias.scalar_type() && tensor.sizes() == alias.sizes() &&
+         tensor.strides() == alias.strides();
+}
+
+}  // namespace
 
 KeptState::KeptState(const std::vector<NamedTensors>& of_sites,
-                     const std::vector<at::Tensor>& further) {
+                     const std::vector<at::Tensor>& further, const NamedTensors& placed) {
   std::map<const void*, size_t> places;  // each tensor is kept once
-  const auto keep = [&](const at::Tensor& tensor) {
+  const auto keep = [&](const at::Tensor& tensor, const std::string& name) {
     const auto [found, is_new] = places.try_emplace(tensor.unsafeGetTensorImpl(), kept_.size());
     if (is_new) {
       const at::Tensor live = tensor.detach();
-      kept_.push_back({live, live.clone()});
+      kept_.push_back({tensor, live, live.clone(), name});
     }
     return found->second;
   };
-  for (const at::Tensor& tensor : further) keep(tensor);
+  for (const at::Tensor& tensor : further) keep(tensor, "what a graph reads");
   for (const NamedTensors& written : of_sites) {
     auto& own = of_sites_.emplace_back();
-    for (const auto& [name, tensor] : written) own.emplace_back(name, keep(tensor));
+    for (const auto& [name, tensor] : written) own.emplace_back(name, keep(tensor, name));
+  }
+  for (const auto& [name, tensor] : placed) {
+    placed_.push_back({tensor, tensor.detach(), at::Tensor(), name});
   }
 }
 
@@ -35,8 +52,9 @@ NamedTensors KeptState::found(size_t site) const {
 NamedTensors KeptState::now(size_t site) const {
   NamedTensors found;
   for (const auto& [name, place] : of_sites_.at(site)) {
-    const auto& [live, before] = kept_[place];
-    found.emplace_back(name, have_same_bits(live, before) ? before : live.clone());
+    const Kept& kept = kept_[place];
+    const bool is_same = have_same_bits(kept.live, kept.before);
+    found.emplace_back(name, is_same ? kept.before : kept.live.clone());
   }
   return found;
 }
@@ -57,8 +75,17 @@ void KeptState::put(size_t site, const NamedTensors& contents) const {
   }
 }
 
-void KeptState::put_all_back() const {
-  for (const auto& [live, before] : kept_) copy_unnoticed(live, before);
+std::string KeptState::put_all_back() const {
+  std::string moved;
+  for (const auto* all : {&kept_, &placed_}) {
+    for (const Kept& kept : *all) {
+      if (lies_as(kept.tensor, kept.live)) continue;
+      kept.tensor.set_data(kept.live);
+      if (moved.empty()) moved = kept.name;
+    }
+  }
+  for (const Kept& kept : kept_) copy_unnoticed(kept.live, kept.before);
+  return moved;
 }
 
 }  // namespace megagraph

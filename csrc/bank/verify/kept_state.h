@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What calls of sites write in place beside gradients: kept as it was, looked at, and put back.
+// Writes to a tensor that a call has given other memory would reach nobody: it gets its own back.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +16,10 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 class KeptState {
  public:
-  // What calls of each site, by index, write; `further` is put back at the end only.
-  KeptState(const std::vector<NamedTensors>& of_sites, const std::vector<at::Tensor>& further);
+  // What calls of each site, by index, write; `further` is put back at the end only. Of what is
+  // `placed` the content is not looked at.
+  KeptState(const std::vector<NamedTensors>& of_sites, const std::vector<at::Tensor>& further,
+            const NamedTensors& placed);
 
   // What is there of a site; in no memory of its own.
   NamedTensors found(size_t site) const;
@@ -26,15 +29,18 @@ class KeptState {
   void put(size_t site) const;
   // Puts it where it was when `now()` gave this.
   void put(size_t site, const NamedTensors& contents) const;
-  void put_all_back() const;
+  // Returns the first of what had other memory or another form by now, in words; empty for nothing.
+  std::string put_all_back() const;
 
  private:
   struct Kept {
+    at::Tensor tensor;
     at::Tensor live;  // an alias: some of what sites hold requires a gradient
-    at::Tensor before;
+    at::Tensor before{};
+    std::string name{};  // in words
   };
 
-  std::vector<Kept> kept_;
+  std::vector<Kept> kept_, placed_;
   std::vector<std::vector<std::pair<std::string, size_t>>> of_sites_;  // by place in these
 };
 
