@@ -61,6 +61,7 @@ BANK = [
     "replay/replay_span",
     "replay/site",
     "replay/slot_ring",
+    "shared_gradients",
     "staging/grid_tables",
     "staging/metadata",
     "staging/staging",

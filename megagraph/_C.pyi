@@ -202,9 +202,9 @@ class GraphBank(metaclass=_pybind11_type):
     def take_finish(self) -> Finish | None:
         """What will finish the backward of the site that replayed last in a running micro-batch, or None."""
 
-    def watch_backward(self, output: Tensor) -> None: ...
-    def has_met_shared_backward(self) -> bool:
-        """Whether one backward made gradients of several micro-batches, of which one had a main_grad."""
+    def watch_backward(self, output: Tensor, of_sites: Sequence[Sequence[Tensor]]) -> None: ...
+    def shared_gradients(self) -> str:
+        """What gave parameters several gradients in a backward, in words; csrc/bank/shared_gradients.h."""
 
     def take_unfinished(self) -> str:
         """In words: backwards that were never finished, as begin() would say, or are not yet; or nothing."""
@@ -247,13 +247,19 @@ class ReadTrace(metaclass=_pybind11_type):
     """Tensors of nobody's that calls read; csrc/bank/capture/read_trace.h."""
 
     def __init__(self, device: torch.device) -> None: ...
-    def watching(self, given: Tensor) -> ReadTrace:
-        """Watches the ops of a call that is given a tensor, inside of the context that it returns."""
+    def watching(self, given: Tensor, params: Sequence[Tensor]) -> ReadTrace:
+        """Watches the ops of a call that is given a tensor, inside of the context that it returns.
+
+        What the call has written of its parameters is put back at the end.
+        """
 
     def __enter__(self) -> ReadTrace: ...
     def __exit__(self, *error: object) -> None: ...
     def trainable(self, known: Sequence[Tensor]) -> Tensor | None:
         """The first that requires a gradient, among those that the call has read so far, but `known`."""
+
+    def written(self) -> Tensor | None:
+        """The first of its parameters that the call has written so far."""
 
     @staticmethod
     def unseen(call: Callable[..., Any], *args: Any) -> Any:
@@ -694,6 +700,7 @@ class DueVariants(metaclass=_pybind11_type):
 def has_forwards(  # csrc/python/module_calls.h
     model: torch.nn.Module, of_model: Callable[[], Any], of_block: Callable[[], Any]
 ) -> bool: ...
+def has_layers(model: torch.nn.Module) -> bool: ...
 def by_name(
     names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
@@ -970,10 +977,16 @@ class Comparison(metaclass=_pybind11_type):
 class KeptState(metaclass=_pybind11_type):
     """What calls of sites, by index, write beside gradients; csrc/bank/verify/kept_state.h.
 
-    Of that, what can be written in place; `further` is put back at the end only.
+    Of that, what can be written in place; `further` is put back at the end only. Of what is `placed` the
+    content is not looked at.
     """
 
-    def __init__(self, of_sites: Sequence[Mapping[str, Tensor]], further: Sequence[Tensor] = ()) -> None: ...
+    def __init__(
+        self,
+        of_sites: Sequence[Mapping[str, Tensor]],
+        further: Sequence[Tensor] = (),
+        placed: Mapping[str, Tensor] = {},
+    ) -> None: ...
     def found(self, site: int) -> dict[str, Tensor]:
         """What is there of a site, by what it is in words; in no memory of its own."""
 
@@ -984,7 +997,8 @@ class KeptState(metaclass=_pybind11_type):
     def put(self, site: int) -> None: ...
     @overload
     def put(self, site: int, contents: Mapping[str, Tensor]) -> None: ...
-    def put_all_back(self) -> None: ...
+    def put_all_back(self) -> str:
+        """Returns the first of what had other memory or another form by now, in words; empty for nothing."""
 
 def plain_tensors(modules: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, Tensor]:
     """What modules, by name, keep in plain attributes, each once; not their parameters and buffers."""

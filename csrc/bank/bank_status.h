@@ -7,9 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <utility>
 
+#include "csrc/bank/shared_gradients.h"
 #include "csrc/decide/eager_reason.h"
 
 namespace megagraph {
@@ -38,35 +38,12 @@ struct Counters {
   }
 };
 
-// Whether one backward made gradients of several micro-batches. Eager adds up what they give a
-// parameter, and that to main_grad; each graph adds its own part.
-class SharedBackwards {
- public:
-  // On any thread, in a backward. `micro_batch`: no other one has this number meanwhile.
-  void note(int backward, int64_t micro_batch) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    has_met_one_ = has_met_one_ || (backward == backward_ && micro_batch != micro_batch_);
-    backward_ = backward;
-    micro_batch_ = micro_batch;
-  }
-  bool has_met_one() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return has_met_one_;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  int backward_ = -1;
-  int64_t micro_batch_ = 0;
-  bool has_met_one_ = false;
-};
-
 // Lives as long as any of its readers.
 struct BankStatus {
   std::atomic<BankState> state{BankState::kWarmUp};
   std::atomic<int> passes{0};  // that run, on any thread
   Counters counters;
-  SharedBackwards shared_backwards;
+  SharedGradients shared_gradients;
 };
 
 // A pass of graphs that runs: meanwhile nobody releases them.

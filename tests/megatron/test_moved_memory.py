@@ -86,6 +86,37 @@ def test_a_resume_announces_no_move_that_comes_later_nor_without_a_suspension(
     assert pair.report()["eager"] == dict.fromkeys(("WARMING_UP", "ADDRESS_MOVED"), rig.LAYERS)
 
 
+@pytest.mark.parametrize("how", ["a suspension", "a skip"])
+def test_what_moved_before_graphs_may_run_again_inside_a_step_is_not_read(pair: rig.Pair, how: str) -> None:
+    """Bug: the rest of the step replayed on the memory of before, at which no boundary had looked."""
+    pair.step(rig.ONE, rig.TWO, times=3)
+    trainer, offload, skip = pair.graphed, Offload(), megagraph.disable_cuda_graphs_this_step()
+
+    def move() -> None:
+        offload.weights(trainer.model)
+        offload.weights_back(trainer.model, trainer.device)
+
+    def inside(*_: object) -> None:
+        handle.remove()
+        if how == "a skip":
+            skip.__exit__(None, None, None)
+        else:
+            megagraph.suspend()
+            move()
+            megagraph.resume()
+
+    handle, before = trainer.model.register_forward_pre_hook(inside), pair.report()
+    expected = rig.step(pair.eager, [rig.ONE, rig.TWO], eager=True)
+    if how == "a skip":
+        move()
+        skip.__enter__()
+    assert_same_bits(expected, rig.step(trainer, [rig.ONE, rig.TWO]))
+    reason = "DISABLED" if how == "a skip" else "SUSPENDED"
+    assert rig.eager_since(pair.report(), before) == {reason: 2 * rig.LAYERS}
+    pair.step(rig.ONE, rig.TWO, times=2)
+    assert pair.costs(rig.ONE, rig.TWO) == {}
+
+
 def test_a_frozen_layer_that_was_away_replays_until_it_trains_again(pair: rig.Pair) -> None:
     """Bug: on another device its parameters lose DDP's hooks, and it stayed eager as if it needed them. It
     does once it trains: eager's gradients reach no main gradient any more, and a graph's would."""

@@ -11,6 +11,7 @@ import megatron_rig as rig
 import moe_rig
 import pytest
 import torch
+from host_rig import Offload
 from megatron_rig import OPTIONS, Micro, graph_config
 from notes import noting
 from same_bits import assert_same_bits
@@ -181,6 +182,28 @@ def test_what_is_verified_again_waits_for_the_state_of_its_graphs(monkeypatch: A
         pair.evaluate(rig.ONE)
     assert {*modes} == {(True, True), (False, False)}
     assert modes.count((True, True)) > 2 and modes.count((False, False)) > 1
+
+
+def test_what_is_verified_again_waits_for_gradients_that_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a pass without gradients in training mode had graphs of training verified on freed memory."""
+    graded = noting(monkeypatch, verifying, "verify", lambda bank, key, _example: key.grad)
+    pair, offloads = rig.Pair(plugin={"verify": 1}), [Offload(), Offload()]
+
+    def without_gradients(trainer: Any) -> list[Tensor]:
+        with rig.evaluating(trainer.model, in_training=True):
+            return rig.schedule(trainer.model, [rig.ONE], 1, trainer.device, forward_only=True)
+
+    for index in range(5):
+        pair.step(rig.ONE, rig.TWO)
+        for offload, trainer in zip(offloads, pair.both, strict=True):
+            offload.gradients(trainer.model)
+        before = sum(graded)
+        with torch.inference_mode(index == 4):
+            assert_same_bits(*pair.each(without_gradients))
+        assert sum(graded) == before
+        for offload, trainer in zip(offloads, pair.both, strict=True):
+            offload.gradients_back(trainer.model)
+    assert sum(graded) > 2
 
 
 GAIN = 1.0

@@ -156,6 +156,27 @@ def test_a_pack_of_a_hosts_class_replays_or_runs_as_given(kind: Any, taken: bool
     assert pair.costs(own) == ({} if taken else {"SIGNATURE_CHANGED": rig.LAYERS})
 
 
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_pack_that_is_put_behind_the_models_forward_is_the_layers(is_other: bool, pair: rig.Pair) -> None:
+    """Bug: the block's was dropped without a word. A copy of what the model has handed on replays."""
+
+    def another(given: dict[str, Any]) -> dict[str, Any]:
+        pack = given["packed_seq_params"]
+        ends, longest = pack.cu_seqlens_q[[0, -1]], rig.ONE.physical
+        whole = {
+            "cu_seqlens_q": ends,
+            "cu_seqlens_kv": ends,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+        }
+        return {**given, "packed_seq_params": dataclasses.replace(pack, **(whole if is_other else {}))}
+
+    for trainer in pair.both:
+        rig.hands(trainer.chunk.decoder, another)
+    pair.step(rig.ONE, times=4)
+    assert pair.costs(rig.ONE) == ({"SIGNATURE_CHANGED": rig.LAYERS} if is_other else {})
+
+
 @pytest.mark.parametrize(("more", "reason"), [(2, None), (6, "TOO_MANY_SEQUENCES")])
 def test_padded_offsets_may_have_more_documents(more: int, reason: str | None, pair: rig.Pair) -> None:
     """Bug: they were counted by the actual ones, and more than the capacity's were an error."""

@@ -293,10 +293,15 @@ void GraphBank::end() {
   std::exchange(current_, nullptr)->end_micro_batch();
 }
 
-void GraphBank::watch_backward(const at::Tensor& output) {
-  if (!output.requires_grad()) return;
-  output.register_hook([status = status_, number = -++watched_](const at::Tensor&) {
-    status->shared_backwards.note(backward_number(), number);
+void GraphBank::watch_backward(const at::Tensor& output,
+                               std::vector<std::vector<at::Tensor>> of_sites) {
+  const auto& made_by = output.grad_fn();
+  if (!made_by) return;
+  // The node has the hook, so it is there where that runs.
+  output.register_hook([status = status_, number = -++watched_, end = made_by.get(),
+                        of_sites = std::move(of_sites)](const at::Tensor&) {
+    status->shared_gradients.note(backward_number(), number);
+    status->shared_gradients.look(end, of_sites);
   });
 }
 

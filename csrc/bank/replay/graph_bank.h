@@ -154,9 +154,9 @@ class GraphBank {
                                    bool look_at_grads);
   void end();
   // The output of a micro-batch that ran eager, with a main_grad for its gradients: notes which
-  // backward makes these.
-  void watch_backward(const at::Tensor& output);
-  bool has_met_shared_backward() const { return status_->shared_backwards.has_met_one(); }
+  // backward makes these, and what else that gives the parameters `of_sites`.
+  void watch_backward(const at::Tensor& output, std::vector<std::vector<at::Tensor>> of_sites);
+  std::string shared_gradients() const { return status_->shared_gradients.met(); }
   // The slot that shares memory with another one; null if none does.
   std::shared_ptr<Slot> facing(int slot) const {
     return facing_.empty() ? nullptr : slots_.slots()[1 - slot];

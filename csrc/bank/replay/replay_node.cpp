@@ -135,6 +135,16 @@ void ReplayNode::check_unchanged() const {
               ") changed between the forward and the backward of site ", last_,
               ", and its graphs were captured for one: keep it through a micro-batch, or keep this "
               "call out of graphs");
+  for (int site = first_; site <= last_; ++site) {
+    if (!status_->shared_gradients.is_beside(graph_of(site).accumulated)) continue;
+    TORCH_CHECK(
+        listener_ == nullptr || !slot_->wants_notice(listener_->wants), "site ", site,
+        ": this backward brings one of its parameters another gradient, as of a penalty on weights "
+        "or of a call that ran eager, but its graph adds to main_grad by itself, and with "
+        "overlap_grad_reduce DDP would reduce that before both are there: have each in a backward "
+        "of its own, or keep this call out of graphs");
+    break;
+  }
 }
 
 void ReplayNode::launch_backwards(const variable_list& grads, const SegmentList& copies) const {
@@ -202,7 +212,7 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   const auto accumulates = [](const auto& graph) { return !graph->accumulated.empty(); };
   if (std::any_of(graphs_->sites.begin() + first_, graphs_->sites.begin() + last_ + 1,
                   accumulates)) {
-    status_->shared_backwards.note(backward_number(), slot_->index());
+    status_->shared_gradients.note(backward_number(), slot_->index());
   }
   struct Done {
     Slot& slot;

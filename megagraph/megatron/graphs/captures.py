@@ -230,11 +230,19 @@ class Captures:
         self._keep_out(failing)
         return failing
 
-    def is_still_right(self) -> bool:
-        """Verifies a variant that is due in this state; drops every graph if that of a layer is wrong."""
-        pending, states = self.verifier.pending, self.dispatcher.states
-        key = pending.pop(states.current, None)
-        if key is None or key not in self.bank.variants:
+    def is_still_right(self, *, may_run: bool, has_gradients: bool) -> bool:
+        """Verifies a variant that is due in this state; drops every graph if that of a layer is wrong.
+
+        It waits where nothing `may_run` beside what is in force, or gradients have no memory.
+        """
+        pending, state = self.verifier.pending, self.dispatcher.states.current
+        if (key := pending.get(state)) is None:
+            return True
+        has_gradients = has_gradients and self.watch.has_memory(grad=True)
+        if self._peers.max_over_ranks([int(not may_run or (key.grad and not has_gradients))]) != [0]:
+            return True
+        del pending[state]
+        if key not in self.bank.variants:
             return True
         failing = self._find_failing([key])
         if self._are_to_join_otherwise(failing):
@@ -379,6 +387,14 @@ class Captures:
         wrong = {index: self._wrong[name] for index, name in named if name in self._wrong}
         elsewhere = "another rank of the group cannot graph it"
         return found_anywhere(self._peers, {**self._ineligible, **wrong}, len(self.specs), elsewhere)
+
+    def graphed_params(self) -> list[list[nn.Parameter]]:
+        """Of each site that may get graphs those whose gradients these would add."""
+        if any(spec.is_gone for spec in self.specs):
+            return []
+        out = self._find_ineligible()
+        sites = (spec for index, spec in enumerate(self.specs) if index not in out)
+        return [[param for _name, param in site.trainable()] for site in sites]
 
     def are_kept_out_otherwise(self) -> bool:
         """Whether other layers than before the first capture must be in no graph, here or on another rank."""

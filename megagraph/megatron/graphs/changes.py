@@ -65,10 +65,11 @@ class Changes:
         peers.what_changed = weakref.WeakMethod(self._what_changed)
 
     def set_suspended(self, is_suspended: bool) -> None:
-        """Nothing replays as long as it is; what moved meanwhile is captured anew at the next boundary."""
+        """Nothing replays as long as it is, nor until a boundary has looked at what moved meanwhile."""
         self.has_resumed = self.has_resumed or (self.is_suspended and not is_suspended)
         self.is_suspended = is_suspended
-        self._dispatcher.set_suspended(is_suspended)
+        if is_suspended:
+            self._dispatcher.set_suspended(True)
 
     # -- what has changed ------------------------------------------------------------------------
 
@@ -94,6 +95,10 @@ class Changes:
             self.reason = self.gradients_reason = None
         else:
             self._look_closer(runs_eager=runs_eager, captures=captures)
+        if runs_eager:  # all of the step, if what keeps it so ends inside: nobody has looked
+            self.reason = self.reason or EagerReason.DISABLED
+        else:
+            self._dispatcher.set_suspended(False)
         self._dispatcher.keep_eager(self.reason, self.gradients_reason)
         return self._states.current not in self._accepted
 

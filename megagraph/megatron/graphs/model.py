@@ -257,7 +257,9 @@ class GraphedModel:
         """Of an eager call, which returns `out` of its block: others may share it."""
         captures = self.captures
         if isinstance(out, Tensor) and captures.ddp() is not None:
-            captures.bank.watch_backward(out)
+            # What comes later is noticed in the backwards of graphs.
+            is_late = captures.bank.variants and self.entries.are_settled
+            captures.bank.watch_backward(out, [] if is_late else captures.graphed_params())
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> int | None:
         """Leases a slot for a micro-batch and returns the variant whose graphs replay it; None runs it eager.
@@ -302,7 +304,7 @@ class GraphedModel:
         captures, entries = self.captures, self.entries
         if not _C.has_forwards(model, entries.model.forward, entries.block.forward):
             entries.find_doors(model)
-        if not len(model.decoder.layers):
+        if not _C.has_layers(model):
             entries.fail(_HAS_NO_LAYERS)
         elif self.refusal is not None:  # a host may have taken back what has kept the model eager
             if self.refusal.sentence == _HAS_NO_LAYERS:
@@ -363,8 +365,8 @@ class GraphedModel:
         token = subject.set(self.name)  # `about()`, without its calls: this is paid in each bare call
         try:
             entries, bank = self.entries, self.captures.bank
-            if bank.has_met_shared_backward():
-                entries.fail("several of its calls in one backward pass are not supported yet")
+            if shared := bank.shared_gradients():
+                entries.fail(f"{shared} are not supported yet")
             if entries.news or not entries.are_settled or self.peers.size > 1:
                 self._settle_entries()
             if captures and self.context.is_dynamic:
@@ -385,12 +387,14 @@ class GraphedModel:
             changes.has_resumed = False
             if changes.reason is not None:
                 return
-            if self.verifier.pending and not self.captures.is_still_right():
-                return
-            dispatcher, bank = self.dispatcher, self.captures.bank  # another one if graphs were dropped
+            dispatcher, bank = self.dispatcher, self.captures.bank
             # Somebody's hooks of saved tensors, or modes, would be part of the capture, or look into it.
             against = bank.reason_before_step(training=True, look_at_grads=False)
             under = "anomaly detection" if torch.is_anomaly_enabled() else against and against.name
+            if self.verifier.pending:
+                has_gradients = changes.gradients_reason is None
+                if not self.captures.is_still_right(may_run=not under, has_gradients=has_gradients):
+                    return
             is_kept_back = under and self._due.due and not torch.is_inference_mode_enabled()
             self._kept_back = self._kept_back + 1 if is_kept_back else 0
             if self._kept_back == PATIENCE:

@@ -12,13 +12,15 @@ is the capacity's, so the pack is marked, by which RoPE inside of them is ours. 
 rows: any that are added before the embedding, as under sequence parallelism, would change them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from megagraph._C import as_pack, by_name, has_forwards, without_ranks
+from megagraph._C import as_pack, by_name, has_forwards, has_layers, without_ranks
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.model import GraphedModel
@@ -45,7 +47,7 @@ def wrap_model_call(plugin: Plugin, original: _Function) -> _Function:
         graphs, get = plugin.known_graphs(key_of(model)), kwargs.get
         is_inference = infers() or get("inference_context") is not None or get("inference_params") is not None
         if graphs is None:  # a stage of a pipeline may have no layers
-            if plugin.is_over or is_inference or is_ours(model) or not len(model.decoder.layers):
+            if plugin.is_over or is_inference or is_ours(model) or not has_layers(model):
                 return original(model, *args, **kwargs)
             graphs = plugin.graphs_of_model(model)
         entries = graphs.entries
@@ -90,7 +92,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
         is_inference = infers() or get("inference_context") is not None or get("inference_params") is not None
         has_input = hidden_states is not None or (is_first_stage and ids is not None)
         # Without input it says what is missing; a stage of a pipeline may have no layers.
-        is_untouched = is_inference or not has_input or not len(model.decoder.layers)
+        is_untouched = is_inference or not has_input or not has_layers(model)
         if graphs is None:
             if plugin.is_over or is_untouched:
                 return original(model, *args, **kwargs)
@@ -105,7 +107,7 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
             elif not has_input and not is_inference:  # all of it by position, or by other names
                 graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
             if is_untouched:
-                if not len(model.decoder.layers):  # any more
+                if not has_layers(model):  # any more
                     graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
                 with stand_in(graphs, running=None):
                     return original(model, *args, **kwargs)
@@ -216,11 +218,11 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         is_first = getattr(block, "pre_process", True)
         entered = hidden_states if is_first else block.input_tensor
         table, mask = get("rotary_pos_emb"), get("padding_mask")
-        if isinstance(batch, MicroBatch) and not entries.are_megatrons:
-            pack, expected = get("packed_seq_params"), (batch.constant_params(), entries.block.handed)
-            if pack is None or not any(pack is each for each in expected):
-                batch = EagerReason.SIGNATURE_CHANGED
-            elif not _has_expected(graphs, batch, args, kwargs):
+        if isinstance(batch, MicroBatch):
+            pack, expected = get("packed_seq_params"), batch.constant_params()
+            if pack is not expected and not _is_one_of(pack, (expected, entries.block.handed)):
+                batch = EagerReason.SIGNATURE_CHANGED  # on the way somebody has put another one there
+            elif not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
                 graphs.dispatcher.run_as_given(batch, entered, table)
                 kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
@@ -272,6 +274,18 @@ def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: _Function) ->
             return original(model, *args, **kwargs)
 
     return run
+
+
+def _is_one_of(pack: Any, handed: Sequence[Any]) -> bool:
+    """Whether a pack is one of several, or has the tensors and values of one."""
+    if not dataclasses.is_dataclass(pack):
+        return False
+    names = [field.name for field in dataclasses.fields(pack)]
+    for other in handed:
+        pairs = [(getattr(pack, name), getattr(other, name, None)) for name in names]
+        if all(one is it or (not isinstance(one, Tensor) and one == it) for one, it in pairs):
+            return True
+    return False
 
 
 def _has_expected(
