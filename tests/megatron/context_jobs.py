@@ -224,11 +224,8 @@ def beside_one_process(
         (mine - other[micro.mine()]).abs().max() / other.abs().max()
         for mine, other, micro in zip(losses, losses_alone, micros, strict=True)
     ]
-    far = [
-        [float((values - other[name]).abs().max() / other[name].abs().max()) for name, values in ours.items()]
-        for ours, other in zip((grads, metrics), alone, strict=True)
-    ]
-    return float(max(far_losses)), max(far[0]), max(far[1], default=-1)
+    of_metrics = how_far(metrics, alone[1]) if metrics else -1
+    return float(max(far_losses)), how_far(grads, alone[0]), of_metrics
 
 
 # -- packs of two ranks, and of one ---------------------------------------------------------------------
@@ -281,11 +278,8 @@ def device() -> torch.device:
 
 def text(number: int, length: int) -> dict[str, Tensor]:
     """A document to train on; its last token has no label."""
-    drawn = torch.Generator().manual_seed(number)
-    tokens = torch.randint(rig.VOCAB, (length,), generator=drawn)
-    mask = torch.ones(length)
-    mask[-1] = 0
-    found = {"tokens": tokens, "labels": tokens.roll(-1), "loss_mask": mask}
+    *lists, _positions = rig.Micro(lengths=(length,), seed=number).row_lists()
+    found = dict(zip(("tokens", "labels", "loss_mask"), lists, strict=True))
     return {name: rows.to(device()) for name, rows in found.items()}
 
 

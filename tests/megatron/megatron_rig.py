@@ -399,9 +399,8 @@ class Run:
 
 
 def report_of(trainer: Trainer) -> dict[str, Any]:
-    """The report of the only model, whose calls are all accounted for."""
+    """The report of the only model."""
     (report,) = megagraph.reports()
-    assert report["calls"] == report["replays"] + sum(report["eager"].values())
     return report
 
 
@@ -545,8 +544,6 @@ class Pair:
         """Of the graphed one; the eager one must not have replayed."""
         eager, graphed = megagraph.reports()
         assert eager["replays"] == 0
-        for report in (eager, graphed):
-            assert report["calls"] == report["replays"] + sum(report["eager"].values())
         return graphed
 
     def ran(self, replays: int | None = None, **counts: int) -> dict[str, Any]:

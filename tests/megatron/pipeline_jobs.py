@@ -188,9 +188,7 @@ class Pair:
         graphed = rig.the_plugin().all_graphs()[len(self.eager.chunks) :]
         for graphs, most in zip(graphed, self.schedule.most_in_flight, strict=bool(graphed)):
             assert graphs.captures.bank.holders() == ""
-            report = graphs.report()
-            assert report["calls"] == report["replays"] + sum(report["eager"].values())
-            reports.append(report | {"schedule": most})
+            reports.append(graphs.report() | {"schedule": most})
         return reports
 
 

@@ -23,30 +23,31 @@ FOLDER = os.environ.get("MEGAGRAPH_TEST_BRIDGE", "")
 _PACKAGES = ("megatron.bridge", "megatron.bridge.peft", "megatron.bridge.utils")
 
 
-def _import_from(folder: Path, module: str) -> Any:
-    """A module of a package whose own `__init__` would import everything else."""
+def _import_lora() -> Any:
+    """Megatron-Bridge's, of a package whose own `__init__` would import everything else."""
     for name in _PACKAGES:
         if name not in sys.modules:
-            package = ModuleType(name)
-            package.__path__ = [str(folder.joinpath(*name.split(".")))]
-            sys.modules[name] = package
-    if importlib.util.find_spec("transformer_engine") is None and "transformer_engine" not in sys.modules:
+            sys.modules[name] = package = ModuleType(name)
+            package.__path__ = [str(Path(FOLDER, *name.split(".")))]
+    stand_in = {}
+    if importlib.util.find_spec("transformer_engine") is None:
         # Adapters of its own layers are classes of theirs; those of Megatron's layers know none.
         engine, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
         vars(layers).update(Linear=nn.Linear, ops=SimpleNamespace(Sequential=nn.Sequential))
         vars(engine).update(pytorch=layers)
-        sys.modules |= {"transformer_engine.pytorch": layers, "transformer_engine": engine}
-        try:
-            return importlib.import_module(module)
-        finally:
-            del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
-    return importlib.import_module(module)
+        stand_in = {"transformer_engine.pytorch": layers, "transformer_engine": engine}
+    sys.modules |= stand_in
+    try:
+        return importlib.import_module("megatron.bridge.peft.lora_layers")
+    finally:
+        for name in stand_in:
+            del sys.modules[name]
 
 
 def _adapt_as_bridge(chunk: Any) -> None:
     """Trains adapters alone, around the second linear layer of each MLP. As Megatron-Bridge's
     `LoRA.transform()` wraps a linear layer of which each rank has all columns."""
-    wrapper_type = _import_from(Path(FOLDER), "megatron.bridge.peft.lora_layers").LoRALinear
+    wrapper_type = _import_lora().LoRALinear
     how = {
         **{"base_linear_name": "linear_fc2", "activation": "identity", "column_init_method": "xavier"},
         "row_init_method": "normal",  # zero at first in a training: then the adapter would not matter
@@ -59,7 +60,7 @@ def _adapt_as_bridge(chunk: Any) -> None:
         layer.mlp.linear_fc2 = wrapper_type(layer.mlp.linear_fc2, adapter)
 
 
-ROUNDS = 50 if rig.ON_GPU else 5
+ROUNDS = 50 if rig.ON_GPU else 4
 
 _ADAPT = {
     "ours": adapt,

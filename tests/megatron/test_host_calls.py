@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import host_rig as hosts
+import megatron_rig as rig
 import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel
@@ -24,13 +25,8 @@ from megagraph.demo.trainer import Trainer, in_half_precision
 pytestmark = pytest.mark.both
 
 ROUNDS = 5
-PACKS = (
-    Micro(lengths=(9, 20)),
-    Micro(lengths=(3, 30, 8), seed=1),
-    Micro(lengths=(50,), seed=2),
-    Micro(lengths=(5, 7), seed=3, padded=(8, 8)),
-    Micro(lengths=(40, 20), seed=4),
-)
+PADDED = Micro(lengths=(5, 7), seed=3, padded=(8, 8))
+PACKS = (rig.ONE, rig.TWO, rig.OTHER, PADDED, Micro(lengths=(40, 20), seed=4))
 MICRO_BATCHES = sum(1 + index % 3 for index in range(ROUNDS))  # of each phase
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 TRAIN, LOG_PROBS, BARE = "train", "log_probs", "bare_log_probs"
@@ -109,12 +105,9 @@ def _loop(case: Case, mode: str) -> tuple[list[Tensor], Any]:
             micros = [PACKS[(index + place) % len(PACKS)] for place in range(1 + index % 3)]
             for phase in case.phases:
                 host.run(phase, micros)
-        reports = megagraph.reports()
+        return host.left, megagraph.reports()
     finally:
         megagraph.uninstall()
-    for report in reports:
-        assert report["calls"] == report["replays"] + sum(report["eager"].values())
-    return host.left, reports
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # Megatron's

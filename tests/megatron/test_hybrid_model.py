@@ -13,6 +13,7 @@ from mamba_rig import PATTERN, Documented, mamba
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_rig import Install, Pair, step, steps_of
@@ -39,6 +40,7 @@ DENSE: dict[str, Any] = {  # undoes what moe_rig's base says of experts
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
 }
+NORMS = ("enorm", "hnorm", "layer_norm")  # of prediction
 HAS_DETACHED = hasattr(TransformerConfig, "mtp_detach_heads")
 GIVEN: dict[str, rig.Micro] = {
     "as many rows as the capacity": rig.Micro(lengths=(20, 14, 30), seed=3),
@@ -189,48 +191,32 @@ def test_only_canonical_packs_have_their_documents_made_anew() -> None:
 # -- multi-token prediction ----------------------------------------------------------------------------
 
 
-def prediction_spec(config: Any, layers: Any) -> Any:
-    """Of a block of multi-token prediction, whose layers are like the last one of the decoder."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
-    for spec in block.layer_specs:
-        for name in ("enorm", "hnorm", "layer_norm"):
-            setattr(spec.submodules, name, layers.layer_norm)
-    return block
-
-
 def prediction(kinds: str = "--", *, position: str = "rope", **changes: Any) -> ExpertTrainer:
-    """A GPTModel that predicts two further tokens."""
+    """A GPTModel that predicts two further tokens, by layers that are like the last one of its decoder."""
 
     def arguments(config: Any) -> dict[str, Any]:
-        block = prediction_spec(config, spec_of(config, kinds))
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        layers = spec_of(config, kinds)
+        block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+        for spec in block.layer_specs:
+            vars(spec.submodules).update(dict.fromkeys(NORMS, layers.layer_norm))
         return {"position_embedding_type": position, "mtp_block_spec": block}
 
     further = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5, **({} if "E" in kinds else DENSE)}
     return ExpertTrainer(kinds, arguments=arguments, **{**further, **changes})
 
 
-def hybrid_spec() -> Any:
-    """Of a hybrid stack, with a block of prediction whose layers its pattern names."""
-    from megatron.core.transformer import multi_token_prediction as prediction
-
-    parts = prediction.MultiTokenPredictionLayerSubmodules(
-        enorm=Norm, hnorm=Norm, layer_norm=Norm, eh_proj=ColumnParallelLinear
-    )
-    layer = ModuleSpec(module=prediction.MultiTokenPredictionLayer, submodules=parts)
-    block = prediction.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
-    stack = megagraph.get_hybrid_stack_varlen_spec()
-    stack.submodules = dataclasses.replace(
-        stack.submodules,
-        mtp_block_spec=ModuleSpec(module=prediction.MultiTokenPredictionBlock, submodules=block),
-    )
-    return stack
-
-
 def hybrid_prediction() -> rig.ModelTrainer:
     """The same of a HybridModel, of which `/` begins the layers of one further token."""
-    return rig.ModelTrainer(pattern="*-*-/*-/*-", spec=hybrid_spec(), mtp_num_layers=2)
+    norms = dict.fromkeys(NORMS, Norm)
+    parts = mtp.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear)
+    layer = ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=parts)
+    layers = mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+    block = ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=layers)
+    stack = megagraph.get_hybrid_stack_varlen_spec()
+    stack.submodules = dataclasses.replace(stack.submodules, mtp_block_spec=block)
+    return rig.ModelTrainer(pattern="*-*-/*-/*-", spec=stack, mtp_num_layers=2)
 
 
 @pytest.mark.parametrize("case", GIVEN)

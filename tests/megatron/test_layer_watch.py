@@ -60,26 +60,6 @@ def test_memory_that_is_away_is_missed_where_graphs_would_read_it(what: str) -> 
     assert watch.has_memory(grad=False) == (what == "main_grad")
 
 
-STATE_CHANGES: dict[str, tuple[Callable[[list[torch.Tensor]], Any], bool]] = {
-    "another tensor": (lambda state: state.__setitem__(0, torch.zeros(3)), True),
-    "other memory": (lambda state: setattr(state[0], "data", torch.zeros(3)), True),
-    "none": (lambda state: state.clear(), True),
-    "one more": (lambda state: state.append(torch.zeros(3)), False),
-    "another value": (lambda state: state[0].fill_(7.0), False),
-}
-
-
-@pytest.mark.parametrize("what", STATE_CHANGES)
-def test_what_graphs_write_and_no_module_owns_has_to_lie_where_it_was(what: str) -> None:
-    module, state = nn.Linear(3, 3), [torch.zeros(3)]
-    watched = Watched(module, grad=False, state=lambda _module: state)
-    assert watched.look() is None
-    change, is_noticed = STATE_CHANGES[what]
-    change(state)
-    for _ in range(2):
-        assert watched.look() is (EagerReason.ADDRESS_MOVED if is_noticed else None)
-
-
 def test_the_watch_holds_no_module_and_misses_the_memory_of_one_that_is_gone() -> None:
     module = nn.Linear(3, 3)
     watched, reference = Watched(module), weakref.ref(module)
@@ -107,7 +87,7 @@ def test_a_gradient_that_a_parameter_computes_is_asked_for_each_time() -> None:
 
 
 class Owner(nn.Module):
-    """Has one of everything that the hashes cover."""
+    """Has one of everything that the hashes cover, and knows what graphs write that no module owns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +99,7 @@ class Owner(nn.Module):
         self.register_buffer("scale", self.store[:3])
         self.inner.register_buffer("cos_cached", torch.ones(3))
         self.yarn = YarnRotaryEmbedding(4, original_max_position_embeddings=8, use_cpu_initialization=True)
+        self.state = [torch.zeros(3)]
         with_main_grads(self)
 
 
@@ -128,14 +109,10 @@ def _another_over_its_memory(owner: Any) -> None:
     owner.norm.weight.main_grad = before.main_grad
 
 
-def _given_others(owner: Any) -> None:
-    KEPT.append(vars(owner.norm))
-    owner.norm.__dict__ = vars(nn.LayerNorm(3))
-
-
-def _given_another_gradient(owner: Any) -> None:
-    KEPT.append(vars(owner.inner.bias))
-    owner.inner.bias.__dict__ = {"main_grad": torch.zeros(3)}
+def _given(owner: Any, attributes: dict[str, Any]) -> None:
+    """Those of before live on."""
+    KEPT.append(vars(owner))
+    owner.__dict__ = attributes
 
 
 def _gradient_and_a_child(owner: Any) -> None:
@@ -152,7 +129,9 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a parameter less": (lambda it: setattr(it.norm, "bias", None), _MOVED),
     "a gradient replaced": (lambda it: setattr(it.inner.bias, "main_grad", torch.zeros(3)), _MOVED),
     "a gradient in other memory": (lambda it: _moved(it.inner.bias.main_grad), _MOVED),
-    "a gradient in another dictionary, which lives on": (_given_another_gradient, _MOVED),
+    "a gradient in another dictionary, which lives on": (
+        *(lambda it: _given(it.inner.bias, {"main_grad": torch.zeros(3)}), _MOVED),
+    ),
     "a gradient taken away": (lambda it: delattr(it.norm.bias, "main_grad"), _MOVED),
     "a hook on a gradient": (lambda it: it.norm.bias.register_hook(lambda grad: grad), _HOOK),
     "a hook after adding": (lambda it: it.own.register_post_accumulate_grad_hook(lambda _: None), _HOOK),
@@ -172,13 +151,17 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a hook on a module": (lambda it: it.inner.register_forward_pre_hook(lambda *_: None), _HOOK),
     "a table of hooks": (lambda it: setattr(it.inner, "_forward_hooks", OrderedDict({7: print})), _HOOK),
     "all attributes": (lambda it: setattr(it.norm, "__dict__", vars(nn.LayerNorm(3))), _MOVED),
-    "all attributes, which live on": (_given_others, _MOVED),  # neither dictionary tells of it
+    # Neither dictionary tells of it.
+    "all attributes, which live on": (lambda it: _given(it.norm, vars(nn.LayerNorm(3))), _MOVED),
+    "another tensor that graphs write": (lambda it: it.state.__setitem__(0, torch.zeros(3)), _MOVED),
+    "other memory of what they write": (lambda it: setattr(it.state[0], "data", torch.zeros(3)), _MOVED),
+    "none that graphs write": (lambda it: it.state.clear(), _MOVED),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_the_watch_sees_every_change_however_often_it_was_asked_before(what: str) -> None:
-    watched = Watched(owner := Owner())
+    watched = Watched(owner := Owner(), state=lambda it: it.state)
     assert [watched.look() for _ in range(3)] == [None] * 3
     change, reason = DIFFERENCES[what]
     change(owner)
@@ -208,13 +191,15 @@ UNREAD: dict[str, Callable[[Any], object]] = {
     "whether it is trained": lambda owner: owner.own.requires_grad_(False),
     "a parameter of a child that is bypassed": lambda owner: _moved(owner.norm.weight),
     "a buffer of the module itself": lambda owner: _moved(owner.scale),
+    "a further tensor that graphs write": lambda owner: owner.state.append(torch.zeros(3)),
+    "what they write": lambda owner: owner.state[0].fill_(7.0),
 }
 
 
 @pytest.mark.parametrize("what", UNREAD)
 def test_what_graphs_do_not_read_may_change(what: str) -> None:
     (owner := Owner()).norm.add_module("part", nn.Identity())
-    watched = Watched(owner, parts=("inner", "yarn", "norm.part"))
+    watched = Watched(owner, parts=("inner", "yarn", "norm.part"), state=lambda it: it.state)
     UNREAD[what](owner)
     assert watched.look() is None and watched.watch.has_memory(grad=True)
     owner.norm.register_forward_hook(lambda *_: None)

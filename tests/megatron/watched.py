@@ -104,7 +104,8 @@ def _compared(captured: CapturedVariant) -> set[int]:
 @contextlib.contextmanager
 def every_graph_is_compared_or_named() -> Iterator[None]:
     """Inside, a report raises `AssertionError` for any other graph, but where verification is off. What was
-    compared is noted where that happens, and not taken from what the plugin counts."""
+    compared is noted where that happens, and not taken from what the plugin counts. All calls of a report
+    replayed, or ran eager for a reason."""
     compare, report = Verification._compare, GraphedModel.report
 
     def noting(verification: Verification, flight: Any, *args: Any) -> None:
@@ -113,6 +114,7 @@ def every_graph_is_compared_or_named() -> Iterator[None]:
 
     def checking(graphs: GraphedModel) -> dict[str, Any]:
         found, bank = report(graphs), graphs.captures.bank
+        assert found["calls"] == found["replays"] + sum(found["eager"].values())
         named = {(it["variant"], it["site"]) for it in found["verification"]["unverified_sites"]}
         missing = [
             (str(captured.spec), site.name)
