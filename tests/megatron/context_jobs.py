@@ -154,8 +154,7 @@ def train_shared(
     model: dict[str, Any] | None = None,  # arguments of `make_trainer()`
     **options: Any,  # further ones of Megatron's config
 ) -> dict[str, Any]:
-    """Trains eager and graphed on packs that ranks share, with evaluations between steps, and compares all
-    bits on this rank. Returns the report of the graphed run."""
+    """The report of a graphed training on packs that ranks share, with evaluations, that has eager's bits."""
     start(cp_size, tp_size, options.get("expert_model_parallel_size", 1))
     steps = steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)
     config = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size, **options}

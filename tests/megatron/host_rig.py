@@ -3,7 +3,6 @@
 megatron-bridge 0.3.1, ms-swift 4.6.0 with mcore-bridge 1.6.5."""
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,6 @@ from megagraph.demo.trainer import Trainer, in_half_precision, transformer_confi
 
 # As many rows and documents as the capacity: the backward of attention sums by their number.
 FULL = rig.Micro(lengths=(40, 9, 7, 5, 3), seed=3)
-BUDGET = 64  # tokens of a pack of rollouts
 TEMPERATURE = 0.7
 NAN = float("nan")
 
@@ -261,22 +259,6 @@ def without_adapters(*chunks: nn.Module) -> Iterator[None]:
 # -- packs -----------------------------------------------------------------------------------------
 
 
-def rollouts(index: int, *, mini_batches: int) -> list[list[rig.Micro]]:
-    """The packs of each mini-batch of round `index`: answers get longer, the token budget does not."""
-    rng = random.Random(index)
-    longest = 12 + min(index, 36)
-    found: list[list[rig.Micro]] = []
-    for _ in range(mini_batches):
-        packs: list[list[int]] = [[]]
-        for _ in range(rng.randint(4, 12)):
-            length = rng.randint(2, longest)
-            if sum(packs[-1]) + length > BUDGET:
-                packs.append([])
-            packs[-1].append(length)
-        found.append([rig.Micro(lengths=tuple(pack), seed=rng.randrange(1 << 30)) for pack in packs])
-    return found
-
-
 def verl_pack(micro: rig.Micro, device: Any) -> Any:
     """One tensor in all four places, the offsets of padded documents; a mark of its own on the pack."""
     actual = offsets(micro.rows, device)
@@ -411,8 +393,7 @@ def log_probs(
 
 @dataclass(kw_only=True)
 class Offload:
-    """Moves what models own to the host and back to other addresses. The old memory stays alive and holds
-    NaN, so that whatever reads it shows."""
+    """Moves what models own to the host and back to other addresses. Who reads the old memory gets NaN."""
 
     megatrons_own: bool = False  # gradients go through Megatron's `offload_grad_buffers()`
     _held: list[Tensor] = field(default_factory=list)
@@ -420,9 +401,8 @@ class Offload:
     _sizes: list[int] = field(default_factory=list)  # bytes of the gradient buffers
 
     def weights(self, model: nn.Module) -> None:
-        """Every parameter to the host; of those that train, the memory alone. A parameter that moves to
-        another device loses its gradient accumulator, and Megatron's DDP with it its hook. Without a GPU
-        another dtype stands for another device."""
+        """Every parameter to the host; of those that train, the memory alone. One that moves to another
+        device loses its gradient accumulator, and so DDP's hook. On the CPU another dtype stands for one."""
         for param in model.parameters():
             copy = param.data.to("cpu", copy=True)
             if param.requires_grad:

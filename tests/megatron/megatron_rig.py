@@ -472,6 +472,14 @@ def train(
     return run
 
 
+def kept(runs: dict[str, tuple[Run, Any]], train: Callable[..., Run], *of: Any, **given: Any) -> Run:
+    """What `train` leaves of these arguments, which is called once for each."""
+    name = repr((of, given))
+    if name not in runs:
+        runs[name] = train(*of, **given), given  # alive, so that no other object is called the same
+    return runs[name][0]
+
+
 def compare_runs(
     steps: Sequence[Sequence[Micro]],
     make: Make = ModelTrainer,
@@ -483,11 +491,8 @@ def compare_runs(
 ) -> Run:
     """Trains in mode `eager` and with graphs, which must leave the same bits. Returns the graphed run.
     `shared` has runs in mode `eager` that serve further comparisons of the same steps and models."""
-    options, runs, of = plugin or {}, {} if shared is None else shared, repr((steps, make, given))
-    if of not in runs:
-        run = train(graph_config(**{**options, "mode": "eager"}), steps, make, **given)
-        runs[of] = run, given  # alive, so that no other object is called the same
-    eager, _ = runs[of]
+    options, runs = plugin or {}, {} if shared is None else shared
+    eager = kept(runs, partial(train, graph_config(**{**options, "mode": "eager"})), steps, make, **given)
     assert eager.report["replays"] == eager.report["graphs"] == 0
     graphed = train(graph_config(**options), steps, make, **{"around": tamper, **given})
     assert_same_bits(eager, graphed)
@@ -495,8 +500,7 @@ def compare_runs(
 
 
 class Pair:
-    """Two models of the same weights in one process: one trains eager, the other with graphs. Installs the
-    plugin, unless it is, with options of `graph_config()`."""
+    """Two models of the same weights: one trains eager, the other with graphs, by options of the plugin."""
 
     def __init__(
         self, make: Make = ModelTrainer, *, plugin: dict[str, Any] | None = None, **given: Any

@@ -133,8 +133,7 @@ def steps_of(number: int, *, fills: bool = True, masks: bool = False) -> list[li
 
 @contextlib.contextmanager
 def in_nodes(act: Callable[[str], None], *, behind: bool = False) -> Iterator[None]:
-    """Each pass of each node made inside calls `act` on its stream, before what it does or behind it. `act`
-    is told the node's name and what it runs: `mlp backward`."""
+    """Each pass of each node made inside calls `act` on its stream, of its name and pass: `mlp backward`."""
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
     make = ScheduleNode.__init__
@@ -201,13 +200,7 @@ _eager: dict[str, tuple[Run, Any]] = {}
 
 def train_eager(steps: Sequence[Sequence[Micro]], **given: Any) -> Run:
     """Trains in mode `eager`, once for all that compare with the same."""
-    of = repr((steps, given))
-    if of not in _eager:
-        _eager[of] = (
-            train(steps, "eager", **given),
-            given,
-        )  # alive, so that no other object is called the same
-    return _eager[of][0]
+    return rig.kept(_eager, train, steps, "eager", **given)
 
 
 def compare(steps: Sequence[Sequence[Micro]], scopes: Sequence[str] = SCOPES, **given: Any) -> dict[str, Any]:

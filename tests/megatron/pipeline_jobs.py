@@ -132,8 +132,7 @@ def _prepares(kind: str) -> contextlib.AbstractContextManager[Any]:
 def steps_of(
     schedule: StageSchedule, count: int, *, misfits: bool, even: bool, most: int
 ) -> list[list[rig.Micro]]:
-    """Steps of the least, the most and another number of packs that is legal, in turns. They are the same on
-    all ranks but those that share experts."""
+    """Steps of the least, the most and another legal number of packs, others on ranks that share experts."""
     own = parallel_state.get_expert_model_parallel_rank()
     numbers = [number for number in range(1, most + 1) if schedule.is_legal(number)]
     some = [shape for shape in SHAPES if sum(shape) % 2 == 0 or not even]
@@ -212,8 +211,7 @@ def train_pair(
     ddp: dict[str, Any] | None = None,  # further fields of its DDP config
     plugin: dict[str, Any] | None = None,  # further options of the plugin
 ) -> list[dict[str, Any]]:
-    """Trains eager and graphed and compares what every step and evaluation leaves on this rank. Buckets of
-    gradients are reduced in the same order."""
+    """Trains eager and graphed: all is of the same bits, and buckets are reduced in the same order."""
     if others is None:
         cut.start()
     seed_streams()

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from host_rig import AdaptedLinear
@@ -147,12 +148,10 @@ def scaled(forward: Callable[..., Any], by: Callable[[], float] = lambda: 0.5) -
 
 def replaces_layer(trainer: Trainer) -> Undo:
     layers, before = trainer.chunk.decoder.layers, trainer.chunk.decoder.layers[1]
-    group_type: Any = torch.distributed.ProcessGroup
-    group_type.__deepcopy__ = lambda group, _memo: group  # groups are shared, and cannot be copied
-    try:
+    # Groups are shared, and cannot be copied.
+    copies = {"__deepcopy__": lambda group, _memo: group, "create": True}
+    with mock.patch.multiple(torch.distributed.ProcessGroup, **copies):
         layers[1] = copy.deepcopy(before, {id(before.config): before.config})
-    finally:
-        del group_type.__deepcopy__
     fc2(trainer).weight.detach().mul_(0.5)
     return lambda: layers.__setitem__(1, before)
 

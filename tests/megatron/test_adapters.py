@@ -15,7 +15,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import PeftLinear, SwiftLinear, adapt, rollouts, without_adapters
+from host_rig import PeftLinear, SwiftLinear, adapt, without_adapters
 from same_bits import assert_same_bits
 from torch import nn
 
@@ -75,19 +75,17 @@ def pair(request: pytest.FixtureRequest) -> rig.Pair:
     is_bridges = request.param == "Megatron-Bridge's"
     if is_bridges and not Path(FOLDER, "megatron", "bridge", "peft").is_dir():
         pytest.skip("needs MEGAGRAPH_TEST_BRIDGE, a folder with an unpacked wheel of megatron-bridge")
-    return rig.Pair(prepare=_ADAPT[request.param], plugin={"capacities": ("64:12",)})
+    return rig.Pair(prepare=_ADAPT[request.param])
 
 
 def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) -> None:
     """Every pass has the bits of eager, and replays from the second round on."""
-    left = []
-    for index in range(ROUNDS):
-        packs = rollouts(index, mini_batches=2)
-        everything = [micro for mini_batch in packs for micro in mini_batch]
-        pair.evaluate(*everything)
+    left, packs = [], iter(rig.steps_of(2 * ROUNDS))
+    for mini_batches in zip(packs, packs, strict=True):
+        pair.evaluate(*mini_batches[0], *mini_batches[1])
         with without_adapters(*(trainer.chunk for trainer in pair.both)):
-            pair.evaluate(*everything)
-        for mini_batch in packs:
+            pair.evaluate(*mini_batches[0], *mini_batches[1])
+        for mini_batch in mini_batches:
             pair.step(*mini_batch)
         report = pair.report()
         left.append((report["eager"], report["capture_seconds"]))

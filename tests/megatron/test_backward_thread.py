@@ -105,8 +105,7 @@ def test_graphs_are_off_on_the_thread_that_asked_and_in_its_backward_passes(inst
 
 
 def test_schedules_of_two_threads_need_not_end_in_turn(install: rig.Install) -> None:
-    """Bug: the models of the one that ended first were in a step for good, so that calls of theirs never had
-    graphs, and were kept in memory."""
+    """Bug: the models of the one that ended first were in a step for good, without graphs, and in memory."""
     install()
     trainers, others = [Trainer(rig.OPTIONS) for _ in range(2)], [threading.Event() for _ in range(2)]
 

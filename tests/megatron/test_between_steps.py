@@ -428,16 +428,14 @@ class _Drops(torch.nn.Module):
 DROPS, DROPS_BY_NAME = rig.around_mlps(_Drops), rig.around_mlps(partial(_Drops, by_name=True))
 
 
-def _graphed_and_eager(
-    steps: list[list[rig.Micro]], new_tracker: Callable[[], Any], **given: Any
-) -> dict[str, Any]:
-    """The report of a run that has eager's bits, each with random streams of its own."""
-    runs = []
-    for eager in (False, True):
+def _with_own(new_tracker: Callable[[], Any]) -> rig.Make:
+    """Makes models with random streams of their own."""
+
+    def make(**given: Any) -> Trainer:
         new_tracker()
-        runs.append(rig.train(rig.graph_config(), steps, eager=eager, **given))
-    assert_same_bits(*runs)
-    return runs[0].report
+        return rig.ModelTrainer(**given)
+
+    return make
 
 
 @pytest.mark.gpu
@@ -445,7 +443,7 @@ def _graphed_and_eager(
 def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_graphs(
     graph_safe: bool, tracker_of: Callable[[bool], Any]
 ) -> None:
-    report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=DROPS_BY_NAME)
+    report = rig.compare_runs(STEPS, _with_own(lambda: tracker_of(graph_safe)), prepare=DROPS_BY_NAME).report
     refused = {} if graph_safe else {"RNG_NOT_GRAPH_SAFE": REPLAYS, "failures": rig.LAYERS}
     rig.ran(report, REPLAYS if graph_safe else 0, WARMING_UP=2 * rig.LAYERS, **refused)
 
@@ -479,7 +477,7 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(
         tracker.set_states(others)
 
     given = {"around": rig.at(3, replace), "prepare": DROPS_BY_NAME}
-    report = _graphed_and_eager([[rig.ONE, rig.TWO]] * 5, make, **given)
+    report = rig.compare_runs([[rig.ONE, rig.TWO]] * 5, _with_own(make), **given).report
     calls = 2 * rig.LAYERS
     rig.ran(report, 3 * calls, WARMING_UP=calls, ADDRESS_MOVED=calls)
 
@@ -493,7 +491,7 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     Where generators are swapped and not their states, eager draws another mask too. Of such a layer the graph
     draws the same, unless Megatron leaves the recompute out while it is told of a capture."""
     given: dict[str, Any] = {"config": recompute("mlp", add_bias_linear=False)}
-    report = _graphed_and_eager(STEPS, lambda: tracker_of(graph_safe), prepare=DROPS, **given)
+    report = rig.compare_runs(STEPS, _with_own(lambda: tracker_of(graph_safe)), prepare=DROPS, **given).report
     # Later releases do not recompute while they are told of a capture: states that are set back tell no
     # difference then, and generators are drawn from once less.
     is_refused = graph_safe == hasattr(random, "_get_share_storage")

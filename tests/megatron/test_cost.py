@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay costs the host, as counts: the same on every machine, unlike times. Counted are calls of
-Python functions of the plugin, and of anything at all for each further layer. What the host backend runs in
-place of a graph is not."""
+"""What a replay costs the host, in calls of Python functions of the plugin, and of anything at all for each
+further layer: the same on every machine, unlike times. What stands for a graph is not counted."""
 
 import dataclasses
 import sys

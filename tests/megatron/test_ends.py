@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs under torchrun end, however they end, and one rank speaks; ranks of tests that hang or fail are named.
-NCCL waits for ever for a communicator that a living graph holds. As a program this is a rank of such a
-job."""
+"""Jobs under torchrun end, and one rank speaks; ranks of tests that hang or fail are named. NCCL waits for
+ever for a communicator that a living graph holds. As a program this is a rank of such a job."""
 
 import io
 import os

@@ -2,7 +2,6 @@
 """Models that train under expert-parallel overlap: known, counted, with the bits of training without it."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,12 +34,9 @@ if permutation_sorts():  # else it permutes into shapes that only the device kno
 
 
 def steps_of(rank: int, number: int) -> list[list[Micro]]:
-    """Packs of this rank's own; one has a mask in two, and on rank 1 some between others fit no capacity."""
-    shapes, steps = parallel_jobs.SHAPES, list[list[Micro]]()
-    for count in itertools.islice(itertools.cycle(COUNTS), number):
-        numbers = range(len(steps) * 4, len(steps) * 4 + count)
-        of_numbers = [(it, shapes[(it + 3 * rank) % len(shapes)], it if it % 2 else None) for it in numbers]
-        steps.append([Micro(seed=50 * rank + it, lengths=of, mask_seed=mask) for it, of, mask in of_numbers])
+    """Packs of this rank's own; most have a mask, and on rank 1 some between others fit no capacity."""
+    found = parallel_jobs.steps_of(number, packs=4, seed=rank, masks=True)
+    steps = [micros[: COUNTS[index % len(COUNTS)]] for index, micros in enumerate(found)]
     for of_misfit in steps[2 :: 4 * len(COUNTS)] if rank == 1 else ():
         of_misfit[1] = Micro(lengths=parallel_jobs.MISFIT)
     return steps
@@ -158,8 +154,7 @@ def ask_for_plan(trainer: Any, hold: Callable[[], Any], **further: Any) -> None:
 
 
 def test_a_plan_without_a_pack_is_counted_where_none_was_made_for_it(trainer: Any) -> None:
-    """A pack is of another micro-batch, of other rows, or gone; or a mask stands for it. One that no schedule
-    ends runs as given."""
+    """A pack is of other rows, or gone; or a mask stands for it. One that no schedule ends runs as given."""
     make, kept = partial(rig.ONE.params, trainer.device), list[Any]()
     with pytest.raises(ValueError, match="expected packed_seq_params"):
         ask_for_plan(trainer, lambda: kept.append(make()))

@@ -177,8 +177,7 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> Non
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_capture_the_same_layers_whatever_one_of_them_has_forgotten(granularity: str) -> None:
-    """Bug: a rank that got other layers forgot which graphs had been wrong, captured more than the others,
-    and waited for them in a collective for ever."""
+    """Bug: a rank that got other layers forgot which graphs had been wrong, captured more, and waited."""
     failing, wrong = Verifier.failing, [{0: (EagerReason.VERIFY_FAILED, "wrong once")}]
     pair = rig.Pair(config=TENSOR_PARALLEL, plugin={"cuda_graph_granularity": granularity})
     with mock.patch.object(Verifier, "failing", lambda *args: wrong.pop() if wrong else failing(*args)):
@@ -196,8 +195,7 @@ def test_ranks_capture_the_same_layers_whatever_one_of_them_has_forgotten(granul
 
 
 def dispatcher(cp_sizes: tuple[int, ...] = (1,), shares: int = 1) -> Dispatcher:
-    """One of a model whose packs as many ranks share, the first number of them if packs do not say; rows
-    between the layers are shared out in `shares`."""
+    """One of a model whose packs as many ranks share, and rows between its layers `shares` ranks."""
     context = mock.Mock(size=cp_sizes[0], sizes=cp_sizes, is_dynamic=False)
     arguments = mock.Mock(depend_on_max_seqlen=False, are_cut=False, is_by_token=False)
     model_config = mock.Mock(num_moe_experts=None, apply_rope_fusion=False, cuda_graph_warmup_steps=3)
@@ -226,8 +224,7 @@ def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureF
 def test_learned_tokens_are_such_as_ranks_can_share(
     cp_sizes: tuple[int, ...], shares: int, tokens: int
 ) -> None:
-    """Each rank has a share of both halves of a document. Bug: the first capture of a model whose ranks share
-    rows raised, though nobody had set an option."""
+    """Bug: the first capture of a model whose ranks share rows raised, though nobody had set an option."""
     made = dispatcher(cp_sizes, shares)
     made.learn(lambda said: [0, 61, 4, 8])
     found = [(it.tokens, it.max_seqlen) for size in cp_sizes for it in made.by_cp_size[size]]
@@ -237,8 +234,7 @@ def test_learned_tokens_are_such_as_ranks_can_share(
 @pytest.mark.parametrize("how", ["unreadable", "longer"])
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
-    """Bug: each rank learned its own, so that they captured different graphs, and used none. Rank 0 has other
-    attributes of the same packs in its first step."""
+    """Bug: each rank learned its own, so that they used no graph. On rank 0 the first packs say otherwise."""
     many = [rig.Micro(lengths=(4,) * 10 + (24,)), rig.Micro(lengths=(33, 7), seed=1)]
     steps = [many, *(micros[::2] for micros in parallel_jobs.steps_of(STEPS - 1, seed=1))]
     if distributed.get_rank() == 0:

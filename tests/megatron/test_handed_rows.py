@@ -111,9 +111,8 @@ def _summed(chunk: Any, left: dict[str, Tensor]) -> dict[str, Tensor]:
 )
 @on_ranks(2, tensor_parallel=2)
 def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(way: str) -> None:
-    """Under sequence parallelism packs are padded where the model is entered. There each rank has rows of its
-    own, of the capacity's others than of the pack's: they are handed round. One that ranks cannot share is
-    Megatron's error as ever."""
+    """Under sequence parallelism each rank has rows of its own, of the capacity's others than of the pack's:
+    they are handed round. A pack that ranks cannot share is Megatron's error as ever."""
     megagraph.install(rig.graph_config())
     trainer = Trainer(OPTIONS, config=SHARED_ROWS)
     rig.step(trainer, PACKS, update=False, times=2)
@@ -351,8 +350,7 @@ def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
 def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:
-    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail. Also
-    where all rows of one rank are padding."""
+    """Experts of all ranks count what documents' rows have chosen, also where one rank has padding alone."""
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": expert_parallel}
     sizes["expert_tensor_parallel_size"] = 1
     make_groups(**sizes)

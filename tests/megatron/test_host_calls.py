@@ -151,17 +151,15 @@ def test_what_the_hooks_of_a_ddp_were_taken_for_is_no_failure_once_a_schedule_sh
 ) -> None:
     """The model has been called before there was a DDP, and is called before the first schedule."""
 
-    class Called(Trainer):
-        def make_chunk(self, config: Any, spec: Any) -> Any:
-            chunk = super().make_chunk(config, spec).to(self.device)
-            in_half_precision(chunk)
-            for _ in range(2):
-                with torch.no_grad():
-                    forward(chunk, PACKS[0], self.device)
-            return chunk
+    def call(chunk: Any) -> None:
+        in_half_precision(chunk.to(device))
+        for _ in range(2):
+            with torch.no_grad():
+                forward(chunk, PACKS[0], device)
 
     install()
-    trainer = Called(OPTIONS)
+    device = torch.device("cuda" if rig.ON_GPU else "cpu")
+    trainer = rig.ModelTrainer(prepare=call)
     for _ in range(2):
         forward(trainer.chunk, PACKS[0], trainer.device)[0].sum().backward()
     (before,) = megagraph.reports()

@@ -221,9 +221,8 @@ def hybrid_prediction() -> rig.ModelTrainer:
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_megatron_alone_leaves_the_same(case: str) -> None:
-    """Where the canonical pack is the pack, to the bit; else layers multiply other numbers of rows. A pack
-    that fits no capacity runs as given. Bug: a table as long as the pack's rows, the capacity's, was taken
-    for one of its rows."""
+    """To the bit where the canonical pack is the pack. Bug: a table as long as the pack's rows, the
+    capacity's, was taken for one of its rows."""
     micro = GIVEN[case]
     given = [[micro, rig.Micro(lengths=(40, 40), seed=8)]] * 3
     alone = rig.train(None, given, prediction)

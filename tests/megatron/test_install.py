@@ -132,10 +132,11 @@ def test_log_and_report_call_models_as_the_user_does(caplog: pytest.LogCaptureFi
 
 
 def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bug: `uninstall()` put the original back, and whatever had been put over ours was gone."""
-    before, over, calls = _held(), {}, list[seams.Seam]()
+    """Bugs: `uninstall()` put the original back, and whatever had been put over ours was gone. A schedule
+    that somebody had wrapped went on to write the report, of no models."""
+    before, over, calls, path = _held(), {}, list[seams.Seam](), tmp_path / "run.json"
 
     def covering(seam: seams.Seam, ours: Callable[..., Any]) -> Callable[..., Any]:
         def theirs(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +151,7 @@ def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
     with monkeypatch.context() as theirs:
         for seam in covered:  # which monkeypatch holds as it was, to put it back
             theirs.setattr(seam.owner(), seam.name, seam.function())
-        megagraph.install(rig.graph_config())
+        megagraph.install(rig.graph_config(report=path, log_interval=1))
         for seam in covered:
             over[_where(seam)] = covering(seam, seam.function())
             setattr(seam.owner(), seam.name, over[_where(seam)])
@@ -164,7 +165,9 @@ def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
         assert all(held[path] is over[path] for path in over if path in held)
         assert all(held[path] is before[path] for path in held.keys() - over.keys())
         calls.clear()
+        report = path.read_text()
         assert_same_bits(rig.step(trainer, [rig.ONE], update=False), unpatched)
+        assert path.read_text() == report and len(read_report(path)) == 1
         assert {seams.SCHEDULES[0], seams.GPT_FORWARD, seams.BLOCK_FORWARD} <= {*calls}
         # Over theirs, ours of before included.
         megagraph.install(rig.graph_config())
@@ -175,34 +178,13 @@ def test_what_others_have_put_over_a_wrapper_stays_and_reaches_megatron(
     assert _held() == before
 
 
-def test_steps_behind_uninstall_leave_the_report_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: a schedule that somebody had wrapped went on to write, and left a report of no models."""
-    (schedule, *_others), path = seams.SCHEDULES, tmp_path / "run.json"
-    with monkeypatch.context() as theirs:
-        theirs.setattr(schedule.owner(), schedule.name, schedule.function())
-        megagraph.install(rig.graph_config(report=path, log_interval=1))
-        covered = partial(schedule.function())
-        setattr(schedule.owner(), schedule.name, covered)
-        trainer = Trainer(rig.OPTIONS)
-        rig.step(trainer, [rig.ONE], times=3)
-        megagraph.uninstall()
-        before = path.read_text()
-        rig.step(trainer, [rig.ONE])
-    assert path.read_text() == before and len(read_report(path)) == 1
-
-
-def test_mode_off_patches_nothing_and_without_options_the_environment_decides(monkeypatch: Any) -> None:
+def test_mode_off_patches_nothing_from_the_environment_either(monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "off")
     before, off = _held(), partial(megagraph.install, rig.graph_config(mode="off"))
     for nothing in (megagraph.uninstall, off, megagraph.install):
         nothing()
         assert _held() == before
         assert installed_plugin() is None and megagraph.reports() == []
-    monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
-    megagraph.install()
-    assert rig.the_plugin().config.mode == "eager"
 
 
 def test_a_path_is_read_as_toml_and_variables_go_over_it(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may change of captured layers between two steps is noticed, each under its reason. In a training:
-test_state_changes.py."""
+"""What changes of captured layers between steps is noticed by its reason. Trained: test_state_changes.py."""
 
 import weakref
 from collections import OrderedDict

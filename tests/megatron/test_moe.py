@@ -381,8 +381,7 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
 
 
 def host_routing(seen: list[tuple[int, Tensor | None]]) -> AbstractContextManager[Any]:
-    """Puts in place of `TopKRouter.routing`, as verl, one that knows nothing of rows that were added. Notes
-    of each call the rows and the mask."""
+    """As verl's in place of `TopKRouter.routing`; notes the rows and the mask of each call."""
 
     def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         seen.append((logits.size(0), None if padding_mask is None else padding_mask.clone()))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a host moves, with a word or without; parameters that are not the plain case."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -247,10 +247,9 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
         mlp.scale = scale = nn.Parameter(torch.full((), 1.5))
         rig.changes_output(mlp, lambda out: out * scale if uses[0] else out)
 
-    @contextmanager
-    def once(_trainer: Trainer, index: int) -> Iterator[None]:
+    def once(_trainer: Trainer, index: int) -> nullcontext[None]:
         uses[0] = index == 0  # in the warm-up, by which Megatron counts, and never again
-        yield
+        return nullcontext()
 
     overlap = {"overlap_grad_reduce": True}  # as eager cannot: its own hooks would not report the parameter
     graphed, eager = (
@@ -290,8 +289,7 @@ def test_gradients_that_are_away_cost_passes_without_gradients_nothing(captured:
 
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_training_forward_while_only_gradients_are_away_runs_eager(pair: rig.Pair, before: int) -> None:
-    """Its backward would add to where they were; they may come back elsewhere before it runs. Behind one step
-    graphs are due, and have to wait for them, too."""
+    """They may come back elsewhere before its backward. Behind one step graphs are due, and have to wait."""
 
     def work(trainer: Trainer) -> rig.Step:
         offload = Offload()

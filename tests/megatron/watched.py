@@ -57,9 +57,8 @@ def free_models() -> None:
 
 
 def go_in_time(are_gone: Callable[[], bool]) -> bool:
-    """Whether what nobody holds any more goes, if not at once. A communicator's thread lets go of a tensor,
-    and so of its history, a moment after the call. And a cycle to which only another one led, through history
-    in C++, is garbage once that is gone: a collection later."""
+    """Whether what nobody holds any more goes, if not at once. A communicator's thread lets go of a tensor's
+    history a moment after the call. A cycle that only another one held, in C++, is garbage after that one."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (gone := are_gone()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -68,10 +67,9 @@ def go_in_time(are_gone: Callable[[], bool]) -> bool:
 
 
 def models_in_memory() -> list[str]:
-    """What stays of models, of their graphs and of the memory of these, and how it is reached. Call it behind
-    `uninstall()` and `free_models()`. Each is named once, to whoever asks first. What those free is
-    Megatron's own, so that what keeps one is the plugin, or a test. C++ holds what is reached from no
-    module."""
+    """What stays of models, of their graphs and of the memory of these behind `uninstall()` and
+    `free_models()`, and how it is reached: by the plugin or a test, or by C++ if from no module. Each is
+    named once, to whoever asks first."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     kinds = LanguageModule, GraphedModel, Bank
@@ -103,9 +101,8 @@ def _compared(captured: CapturedVariant) -> set[int]:
 
 @contextlib.contextmanager
 def every_graph_is_compared_or_named() -> Iterator[None]:
-    """Inside, a report raises `AssertionError` for any other graph, but where verification is off. What was
-    compared is noted where that happens, and not taken from what the plugin counts. All calls of a report
-    replayed, or ran eager for a reason."""
+    """Inside, a report raises `AssertionError` for any other graph, but where verification is off, and for
+    calls that neither replayed nor ran eager. What was compared is noted where that happens."""
     compare, report = Verification._compare, GraphedModel.report
 
     def noting(verification: Verification, flight: Any, *args: Any) -> None:

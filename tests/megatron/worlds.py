@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that stand for the ranks of a job: started once, they run one function after another. Over gloo
-on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Each file of tests has processes of
-its own, as many for each number of ranks, and each function has groups of its own. Processes are forks of a
-server that has imported what takes seconds, and has not asked for CUDA, which survives no fork. Nothing is
-compiled in them: what Megatron fuses has the bits of its parts. Ranks that wait for one another for ever are
-a failure that says where. How processes end is the failure of a test of its own, the last one of each
-file."""
+"""Processes that stand for the ranks of a job and run one function after another, over gloo on the CPU, over
+NCCL on GPUs, which ranks share where there are fewer. Each file of tests has its own, for each number of
+ranks, and each function has groups of its own. They are forks of a server that has imported what takes
+seconds, and has not asked for CUDA, which survives no fork. Nothing is compiled in them: what Megatron fuses
+has the bits of its parts. Ranks that wait for ever are a failure that says where; how they end, the last
+test of each file."""
 
 import contextlib
 import faulthandler
@@ -129,9 +128,8 @@ def _told(error: BaseException) -> str:
 
 def take_gpu(rank: int, size: int) -> None:
     """A GPU of this rank's own; where there are too few, one that ranks share. NCCL refuses two ranks on a
-    GPU of one host, so each is told that it is a host: what they send goes over sockets, in the same
-    collectives, captured in the same graphs. Buffers of a quarter of the size leave room for the ranks of
-    other files."""
+    GPU of one host, so each is told that it is a host: they send over sockets, in the same collectives.
+    Buffers of a quarter of the size leave room for the ranks of other files."""
     num_gpus = torch.cuda.device_count()
     if num_gpus < size:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
@@ -164,8 +162,7 @@ class _Rank(NamedTuple):
     log: str
 
     def stacks(self) -> str:
-        """Where its threads stay, as the rank itself writes it down until it says the same twice. One that is
-        slow, or was stopped, moves on from where it is first seen."""
+        """Where its threads stay, as the rank itself writes it until it says the same twice: it is slow."""
         path, pid, said = _stacks_of(self.log), self.process.pid, [""]
         if pid is None or not os.path.exists(path):
             return "it has not even started"
@@ -217,9 +214,8 @@ class World:
         late_seconds: float | None = None,  # for the others once the first has answered or failed
         **arguments: Any,
     ) -> list[Any]:
-        """Calls a function of a module of this folder on every rank; returns what each answers. Raises
-        `AssertionError` with the traceback and the log of each rank that failed or died, and the stacks of
-        each that has not answered in time."""
+        """Calls a function of a module of this folder on every rank; returns what each answers. Raises with
+        the traceback and the log of each that failed or died, and the stacks of each that is late."""
         if self.is_broken or not self._ranks:
             self.close()
             self._start()
