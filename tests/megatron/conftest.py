@@ -20,7 +20,6 @@ from watched import every_graph_is_compared_or_named, forget_loss_scale, free_mo
 from worlds import OnOneDevice, World, Worlds
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.cpu import megatron_on_cpu
 from megagraph.demo.trainer import Trainer, process_groups
 
@@ -50,8 +49,8 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron(process_group: None) -> Iterator[None]:
-    """Megatron on the CPU where there is no GPU; only for the tests of this folder."""
-    with megatron_on_cpu(), every_graph_is_compared_or_named():
+    """Megatron and its experts on the CPU where there is no GPU; only for the tests of this folder."""
+    with megatron_on_cpu(), experts_on_cpu(), every_graph_is_compared_or_named():
         yield
         free_models()
     gc.freeze()  # what a file has imported, such as a compiler
@@ -75,13 +74,7 @@ def uninstalled() -> Iterator[None]:
 @pytest.fixture
 def install() -> Install:
     """Installs the plugin with the options of `graph_config()`, changed by keyword."""
-
-    def with_options(**changes: object) -> GraphConfig:
-        config = graph_config(**changes)
-        megagraph.install(config)
-        return config
-
-    return with_options
+    return lambda **changes: megagraph.install(graph_config(**changes))
 
 
 @pytest.fixture
@@ -98,11 +91,9 @@ def trainer(install: Install) -> Trainer:
 
 
 @pytest.fixture
-def experts() -> Iterator[None]:
-    """Core's experts run, on the CPU too, and have recorded nothing."""
+def experts() -> None:
+    """Core's experts have recorded nothing."""
     forget_metrics()
-    with experts_on_cpu():
-        yield
 
 
 @pytest.fixture

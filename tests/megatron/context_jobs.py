@@ -142,7 +142,6 @@ def start(cp_size: int, tensor_parallel: int = 1, expert_parallel: int = 1) -> N
 
 
 @makes_groups
-@moe_rig.experts_on_cpu()
 def train_shared(
     *,
     cp_size: int,  # how many share the rows of a pack
@@ -187,7 +186,6 @@ def _metrics() -> dict[str, Tensor]:
 
 
 @makes_groups
-@moe_rig.experts_on_cpu()
 def beside_one_process(
     *,
     cp_size: int,  # how many share a pack
@@ -340,7 +338,6 @@ def how_far(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> floa
     return float(max(far, default=0.0))
 
 
-@moe_rig.experts_on_cpu()
 def train_scheduled(
     *,
     lengths: list[list[list[int]]],  # of documents, by step and rank

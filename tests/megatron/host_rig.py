@@ -3,6 +3,7 @@
 megatron-bridge 0.3.1, ms-swift 4.6.0 with mcore-bridge 1.6.5."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from megagraph.demo.trainer import Trainer, in_half_precision, transformer_confi
 # As many rows and documents as the capacity: the backward of attention sums by their number.
 FULL = rig.Micro(lengths=(40, 9, 7, 5, 3), seed=3)
 TEMPERATURE = 0.7
+HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 NAN = float("nan")
 
 # -- models and blocks whose forwards are their own ------------------------------------------------
@@ -188,6 +190,7 @@ class AdaptedLinear(nn.Module):
         out, bias = self.to_wrap(x, *args, **kwargs)
         if not self._adapter_enabled:
             return out, bias
+        out, x = out if isinstance(out, tuple) else (out, x)
         return out + x @ self.down.T @ self.up.T, bias
 
 
@@ -224,11 +227,7 @@ class SwiftLinear(PeftLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         self.to_wrap.return_layernorm_output = self._adapter_enabled
-        out, bias = self.to_wrap(x, *args, **kwargs)
-        if not self._adapter_enabled:
-            return out, bias
-        result, x = out
-        return result + x @ self.down.T @ self.up.T, bias
+        return super().forward(x, *args, **kwargs)
 
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -28,7 +28,7 @@ from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.specs import with_grouped_experts
 from megagraph.reasons import EagerReason
 
-Install = Callable[..., GraphConfig]  # the fixture `install`
+Install = Callable[..., None]  # the fixture `install`
 VOCAB = 64
 LAYERS = 2
 ON_GPU = torch.cuda.is_available()

@@ -28,6 +28,7 @@ SCOPES = ("attn", "moe_router")
 FIRST = "pre_dispatch_computation"
 OF_LAYERS = (FIRST, "moe_dispatch", "mlp", "moe_combine")
 EXCHANGES = ("moe_dispatch", "moe_combine")  # on the communication stream
+REDUCES = {"overlap_grad_reduce": True, "bucket_size": 4000}  # of DDP
 NODES = ("pre_process", *OF_LAYERS, "post_process", "loss_func")
 
 
@@ -180,11 +181,10 @@ def train(
     **given: Any,  # to `megatron_rig.train()`
 ) -> Run:
     """Trains experts of one rank."""
-    config = (
-        rig.graph_config(**{"cuda_graph_modules": SCOPES, **(plugin or {}), "mode": mode}) if mode else None
-    )
+    options = {"cuda_graph_modules": SCOPES, **(plugin or {}), "mode": mode}
+    config = rig.graph_config(**options) if mode else None
     seed_streams()
-    with moe_rig.experts_on_cpu(), copies_for_all_to_all(us):
+    with copies_for_all_to_all(us):
         return rig.train(config, steps, OverlapTrainer, overlaps=overlaps, **given)
 
 

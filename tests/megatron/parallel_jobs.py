@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
-import moe_rig
 import torch
 from host_rig import Offload
 from moe_rig import ExpertTrainer
@@ -115,7 +114,6 @@ def hearing(level: int) -> Iterator[list[str]]:
 # -- models with experts, each rank on packs of its own --------------------------------------------------
 
 
-@moe_rig.experts_on_cpu()
 def train_experts(
     *, scopes: Sequence[str], plugin: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
-import moe_rig
 import torch
 from context_jobs import OwnMicro, SharedMicro
 from megatron.core import parallel_state
@@ -192,7 +191,6 @@ class Pair:
 
 
 @makes_groups
-@moe_rig.experts_on_cpu()
 def train_pair(
     *,
     cut: Cut,  # of the model

@@ -20,6 +20,7 @@ from notes import noting, precision
 from parallel_jobs import SeesOps
 from rope_rig import canonical_steps, run
 from same_bits import assert_same_bits
+from streams import seeded
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -428,22 +429,13 @@ class _Drops(torch.nn.Module):
 DROPS, DROPS_BY_NAME = rig.around_mlps(_Drops), rig.around_mlps(partial(_Drops, by_name=True))
 
 
-def _with_own(new_tracker: Callable[[], Any]) -> rig.Make:
-    """Makes models with random streams of their own."""
-
-    def make(**given: Any) -> Trainer:
-        new_tracker()
-        return rig.ModelTrainer(**given)
-
-    return make
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph_safe", [False, True], ids=["states", "generators"])
 def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_graphs(
     graph_safe: bool, tracker_of: Callable[[bool], Any]
 ) -> None:
-    report = rig.compare_runs(STEPS, _with_own(lambda: tracker_of(graph_safe)), prepare=DROPS_BY_NAME).report
+    make = seeded(rig.ModelTrainer, partial(tracker_of, graph_safe))
+    report = rig.compare_runs(STEPS, make, prepare=DROPS_BY_NAME).report
     refused = {} if graph_safe else {"RNG_NOT_GRAPH_SAFE": REPLAYS, "failures": rig.LAYERS}
     rig.ran(report, REPLAYS if graph_safe else 0, WARMING_UP=2 * rig.LAYERS, **refused)
 
@@ -477,7 +469,8 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(
         tracker.set_states(others)
 
     given = {"around": rig.at(3, replace), "prepare": DROPS_BY_NAME}
-    report = rig.compare_runs([[rig.ONE, rig.TWO]] * 5, _with_own(make), **given).report
+    steps = [[rig.ONE, rig.TWO]] * 5
+    report = rig.compare_runs(steps, seeded(rig.ModelTrainer, make), **given).report
     calls = 2 * rig.LAYERS
     rig.ran(report, 3 * calls, WARMING_UP=calls, ADDRESS_MOVED=calls)
 
@@ -490,8 +483,8 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     """Its backward graph drew another mask than its forward: every gradient was wrong, and nothing said so.
     Where generators are swapped and not their states, eager draws another mask too. Of such a layer the graph
     draws the same, unless Megatron leaves the recompute out while it is told of a capture."""
-    given: dict[str, Any] = {"config": recompute("mlp", add_bias_linear=False)}
-    report = rig.compare_runs(STEPS, _with_own(lambda: tracker_of(graph_safe)), prepare=DROPS, **given).report
+    make, config = seeded(rig.ModelTrainer, partial(tracker_of, graph_safe)), {"add_bias_linear": False}
+    report = rig.compare_runs(STEPS, make, prepare=DROPS, config=recompute("mlp", **config)).report
     # Later releases do not recompute while they are told of a capture: states that are set back tell no
     # difference then, and generators are drawn from once less.
     is_refused = graph_safe == hasattr(random, "_get_share_storage")

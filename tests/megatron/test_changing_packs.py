@@ -22,10 +22,8 @@ from megagraph.packs.ops import TailConvention
 STEPS, MICROS, WARM_UP = 32 if rig.ON_GPU else 10, 3, 2
 SMALL = Capacity(tokens=64, num_seqs=4, max_seqlen=48)
 MAIN: dict[str, Any] = {"capacities": (SMALL,), "cuda_graph_warmup_steps": WARM_UP}
-EDGES = {
-    **{"full": (64,), "one token": (1,), "all documents": (16,) * 4, "shortest": (1,) * 4},
-    "empty documents": (0, 20, 0, 5),
-}
+# Of 64 tokens and four documents: the most and the fewest of both, and empty documents.
+EDGES = [(64,), (1,), (16,) * 4, (1,) * 4, (0, 20, 0, 5)]
 MICRO = Micro(lengths=(9, 20), tail=7)
 END = sum(MICRO.lengths)
 
@@ -91,12 +89,8 @@ def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there_in_eager_m
     assert {c["tokens"] for c in learned} == {rig.OPTIONS.max_tokens}
 
     def fits(micro: rig.Micro) -> bool:
-        return any(
-            micro.physical <= c["tokens"]
-            and len(micro.lengths) <= c["num_seqs"]
-            and micro.longest <= c["max_seqlen"]
-            for c in learned
-        )
+        sizes = {"tokens": micro.physical, "num_seqs": len(micro.lengths), "max_seqlen": micro.longest}
+        return any(all(size <= most[name] for name, size in sizes.items()) for most in learned)
 
     assert all(map(fits, warm_up))
     later = [micro for micros in steps[WARM_UP:] for micro in micros]
@@ -153,7 +147,7 @@ def test_every_tail_convention_and_form_of_pack_has_eager_bits() -> None:
 
 def test_packs_at_each_edge_of_their_capacity_replay_with_eager_bits() -> None:
     capacity = Capacity(tokens=64, num_seqs=4, max_seqlen=64)
-    packs = [rig.Micro(lengths=lengths, seed=seed) for seed, lengths in enumerate(EDGES.values())]
+    packs = [rig.Micro(lengths=lengths, seed=seed) for seed, lengths in enumerate(EDGES)]
     run = rig.compare_runs([[rig.Micro(lengths=(9, 9))], packs], plugin={"capacities": (capacity,)})
     assert run.report["replays"] == len(EDGES) * rig.LAYERS
 
@@ -226,14 +220,11 @@ def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_
     assert pair.report()["replays"] == (1 + 2) * LAYERS
 
 
-class _AddToGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] + 1
+def _with_a_loss(hidden: Tensor) -> Tensor:
+    """Of its own, which every row adds to."""
+    rows = hidden.view_as(hidden)
+    rows.register_hook(lambda grad: grad + 1)
+    return rows
 
 
 @pytest.mark.parametrize("tail", TailConvention)
@@ -245,7 +236,6 @@ def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(
     pair = Pair(plugin={"tail": tail, "capacities": (CAPACITY.replace(num_seqs=3),)})
     for trainer in pair.both:
         norm = trainer.chunk.decoder.layers[0].input_layernorm
-        # A loss of its own, which every row adds to.
-        norm.forward = lambda hidden, plain=norm.forward: plain(_AddToGradient.apply(hidden))
+        norm.forward = lambda hidden, plain=norm.forward: plain(_with_a_loss(hidden))
     pair.step(dataclasses.replace(MICRO, padded=padded), times=3)
     assert pair.report()["replays"] == 2 * LAYERS

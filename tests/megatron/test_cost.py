@@ -54,26 +54,24 @@ class Calls:
 def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tuple[Calls, Calls, Calls]:
     """The calls of one replayed micro-batch, forward and backward, and of a step boundary. Outside of a
     schedule DDP takes each micro-batch for the last of its step."""
+    megagraph.uninstall()
     megagraph.install(graph_config(**plugin))
-    try:
-        trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers), ddp=ddp)
-        step(trainer, [MICRO, MICRO], times=3)
-        trainer.zero_grad()
-        for group in trainer.model.bucket_groups:
-            group.start_grad_sync = lambda **how: None  # the reduction itself is Megatron's
-        (graphs,) = the_plugin().all_graphs()
-        in_forward, in_backward, at_boundary = Calls(), Calls(), Calls()
-        with at_boundary.counted():
-            graphs.at_step_boundary()
-        with in_forward.counted():
-            losses, _ = forward(trainer.model, MICRO, trainer.device)
-        with in_backward.counted():
-            losses.sum().backward()
-        (report,) = megagraph.reports()
-        bare = {"GROUP_DISAGREED": layers} if plugin else {}  # where ranks may share packs
-        assert report["eager"] == {"WARMING_UP": 2 * layers, **bare}
-    finally:
-        megagraph.uninstall()
+    trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers), ddp=ddp)
+    step(trainer, [MICRO, MICRO], times=3)
+    trainer.zero_grad()
+    for group in trainer.model.bucket_groups:
+        group.start_grad_sync = lambda **how: None  # the reduction itself is Megatron's
+    (graphs,) = the_plugin().all_graphs()
+    in_forward, in_backward, at_boundary = Calls(), Calls(), Calls()
+    with at_boundary.counted():
+        graphs.at_step_boundary()
+    with in_forward.counted():
+        losses, _ = forward(trainer.model, MICRO, trainer.device)
+    with in_backward.counted():
+        losses.sum().backward()
+    (report,) = megagraph.reports()
+    bare = {"GROUP_DISAGREED": layers} if plugin else {}  # where ranks may share packs
+    assert report["eager"] == {"WARMING_UP": 2 * layers, **bare}
     return in_forward, in_backward, at_boundary
 
 

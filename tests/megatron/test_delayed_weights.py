@@ -15,7 +15,7 @@ import parallel_jobs
 import pytest
 from megatron_rig import Micro
 from notes import told
-from overlap_rig import CALLS, COUNTS, FIRST, compare, steps_of, train, train_eager
+from overlap_rig import CALLS, COUNTS, FIRST, REDUCES, compare, steps_of, train, train_eager
 from same_bits import assert_same_bits
 from test_overlap_alone import engines
 
@@ -26,7 +26,6 @@ BREAKS = 2  # the step that raises
 HOOKED = 3  # the first step with a hook
 HOW = ["unfused", "fused"]
 SHARED = moe_rig.CASES["shared experts"]
-REDUCES = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
 @engines

@@ -320,7 +320,6 @@ def test_modules_that_look_for_their_ranks_see_those_of_a_pack() -> None:
     ],
 )
 @on_ranks(2)
-@moe_rig.experts_on_cpu()
 def test_what_cannot_see_its_ranks_is_an_error(
     config: dict[str, Any], model: dict[str, Any], name: str
 ) -> None:
@@ -367,7 +366,6 @@ def sees(trainer: Trainer) -> dict[tuple[str, str], Any]:
 
 
 @on_ranks(4)
-@moe_rig.experts_on_cpu()
 def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() -> None:
     """Bug: where packs may name the model's own ranks, graphs on a GPU added up losses over others."""
     context_jobs.start(2, 2)
@@ -380,7 +378,6 @@ def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() ->
 
 
 @on_ranks(2)
-@moe_rig.experts_on_cpu()
 def test_an_error_leaves_every_module_as_it_was() -> None:
     """In a layer or behind them, while a model sees two ranks."""
     rig.forget_metrics()

@@ -24,7 +24,7 @@ import pytest
 import torch
 import worlds
 from overlap_rig import OverlapTrainer
-from run_scripts import TRAINING
+from run_scripts import TRAINING, environment_with
 from streams import make_groups
 from torch import distributed
 
@@ -69,13 +69,12 @@ def test_a_job_of_two_ranks(ways: Sequence[str], tmp_path: Path) -> None:
 
 def run_two_ranks(folder: Path, ways: Sequence[str]) -> tuple[int, str, str]:
     """The exit code of torchrun, and what its ranks wrote to stdout and stderr."""
-    here = Path(__file__)
-    paths = [*map(str, here.parents[:3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
+    here, *further = Path(__file__).parents[:2]
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with subprocess.Popen(
         [*torchrun, __file__, str(folder), *ways],
-        env={**os.environ, **variables},
+        env={**environment_with(here, *further), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -96,13 +95,8 @@ def run_command(folder: Path) -> None:
         assert cli.main(["run", str(folder / "script.py"), "3", END]) == 0
     assert out.getvalue().count("loss") == 3  # both trained
     assert err.getvalue().count("layer calls") == 2 * (1 - rank)  # in the table and the verdict
-    once = (
-        "of layer calls replayed",
-        "installed in megatron-core",
-        "learned from",
-        "captured 4 graphs",
-        "one line",
-    )
+    once = ["of layer calls replayed", "installed in megatron-core", "learned from", "captured 4 graphs"]
+    once.append("one line")
     assert [err.getvalue().count(words) for words in once] == [1 - rank] * len(once), err.getvalue()
     said = [line for line in err.getvalue().splitlines() if "a warning" in line]
     assert said == [f"megagraph: {'[rank 1] ' * rank}a warning"]
@@ -166,14 +160,6 @@ def main(folder: Path, way: str) -> None:
 in_gloo = partial(distributed.new_group, backend="gloo")
 
 
-def rank_of_each() -> int:
-    """Its own rank, of all ranks that answer."""
-    found = [torch.zeros(1) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(found, torch.tensor([float(distributed.get_rank())]), group=in_gloo())
-    assert [int(rank) for rank in found] == list(range(distributed.get_world_size()))
-    return distributed.get_rank()
-
-
 def waits_alone(*, rank: int) -> None:
     """One rank enters a collective that no other enters; it is stopped before, until somebody asks."""
     group, pid = in_gloo(), os.getpid()
@@ -206,7 +192,7 @@ def test_ranks_that_hang_or_fail_or_end_badly_are_named_and_the_next_function_ru
     world = made.of(2)
     world.run(will_end_badly, rank=1)
     assert world.close() == [0, 3]
-    assert world.run(rank_of_each) == [0, 1]  # others
+    assert world.run(distributed.get_rank) == [0, 1]  # others
     with pytest.raises(AssertionError) as hung:
         world.run(waits_alone, rank=1, late_seconds=0.2)
     first, *rest = str(hung.value).splitlines()

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import megatron_rig as rig
-import moe_rig
 import parallel_jobs
 import pytest
 import torch
 from context_jobs import SharedMicro
 from megatron_rig import Micro, Run
 from moe_rig import ExpertTrainer
-from overlap_rig import CALLS, COUNTS, OverlapTrainer
+from overlap_rig import CALLS, COUNTS, REDUCES, OverlapTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, seeded
 from test_overlap_alone import ON_GPU, engines
@@ -59,7 +58,6 @@ def trained_eager(rank: int, number: int, engine: bool) -> tuple[list[list[Micro
 @engines
 @pytest.mark.parametrize("scopes", SCOPES, ids="+".join)
 @on_ranks(2, timeout_seconds=500)
-@moe_rig.experts_on_cpu()
 def test_training_with_overlap_has_the_bits_of_training_without(
     scopes: tuple[str, ...], engine: bool, number: int
 ) -> None:
@@ -80,7 +78,6 @@ def test_training_with_overlap_has_the_bits_of_training_without(
     assert eager.report["failures"] == graphed.report["failures"] == []
 
 
-REDUCES = {"overlap_grad_reduce": True, "bucket_size": 4000}
 REDUCED = ("gradients", "parameters")
 # Of two ranks: what they share beside the experts, of the model and of DDP.
 SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Micro]]] = {
@@ -109,7 +106,6 @@ SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Micro]]] = {
     ],
 )
 @on_ranks(2)
-@moe_rig.experts_on_cpu()
 def test_ranks_that_share_more_than_experts(what: str, delays: str, engine: bool) -> None:
     """And make late gradients, one micro-batch of which fits no capacity."""
     config, ddp, kind = SHARED[what]

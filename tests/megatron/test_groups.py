@@ -99,15 +99,13 @@ def test_a_group_that_only_released_graphs_had_is_used_no_more() -> None:
 
 def averaging(mlp: Any, group: Any) -> None:
     """Lets a module add the average over a group of what the first token of each rank's pack has."""
-    forward = mlp.forward
 
-    def with_average(hidden: Tensor, **arguments: Any) -> Any:
-        out, bias = forward(hidden, **arguments)
+    def with_average(out: Tensor) -> Tensor:
         average = out[0].detach().mean()
         distributed.all_reduce(average, group=group)
-        return out + average / group.size(), bias
+        return out + average / group.size()
 
-    mlp.forward = with_average
+    rig.changes_output(mlp, with_average)
 
 
 def holds(chunk: Any, how: str, group: Any) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a pack that two ranks share, handed in or out; experts over ranks that run packs of their own."""
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,8 +12,7 @@ import moe_rig
 import parallel_jobs
 import pytest
 import torch
-from host_rig import HostTrainer, OwnBlock, OwnModel
-from megatron.core.models.gpt import GPTModel
+from host_rig import HAS_OUTPUT_PROCESSOR, HostTrainer, OwnBlock, OwnModel
 from megatron_rig import Micro, Pair, evaluate, forget_metrics, step
 from moe_rig import ExpertTrainer
 from parallel_jobs import OPTIONS
@@ -25,7 +23,6 @@ from worlds import World, on_ranks
 
 import megagraph
 from megagraph._C import Capacity
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import dispatcher
 from megagraph.megatron.parallel import peers
@@ -33,10 +30,7 @@ from megagraph.megatron.parallel.model_parallel import splits
 
 LAYERS = OPTIONS.layers
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-has_output_processor = pytest.mark.skipif(
-    "output_processor" not in inspect.signature(GPTModel.forward).parameters,
-    reason="this megatron-core has no output_processor",
-)
+has_output_processor = pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="not in this megatron-core")
 PACKS = (rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1))  # the second fills its capacity
 LOPSIDED = rig.Micro(lengths=(33, 9), seed=2)  # of the capacity's rows, both ranks have some of its own
 WAYS: dict[str, dict[str, bool]] = {
@@ -284,7 +278,6 @@ def test_whole_layers_of_padded_experts_stay_eager_by_name() -> None:
 
 
 @on_ranks(2)
-@moe_rig.experts_on_cpu()
 def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
     """For one step; both evaluate between steps."""
     rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
@@ -348,7 +341,6 @@ def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
 
 @pytest.mark.parametrize(("mode", "expert_parallel"), [("eager", 1), ("graph", 2)])
 @on_ranks(2)
-@moe_rig.experts_on_cpu()
 def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:
     """Experts of all ranks count what documents' rows have chosen, also where one rank has padding alone."""
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": expert_parallel}
@@ -367,7 +359,7 @@ def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> Non
 
 
 @pytest.fixture
-def make(install: Callable[..., GraphConfig], monkeypatch: Any) -> Iterator[Callable[..., ExpertTrainer]]:
+def make(install: rig.Install, experts: None, monkeypatch: Any) -> Callable[..., ExpertTrainer]:
     """Makes a model of these capacities whose experts need equal rows."""
     monkeypatch.setattr(dispatcher, "need_equal_rows", lambda config: True)
 
@@ -375,8 +367,7 @@ def make(install: Callable[..., GraphConfig], monkeypatch: Any) -> Iterator[Call
         install(capacities=capacities, cuda_graph_modules=("attn", "moe_router"))
         return ExpertTrainer(moe_token_dispatcher_type="allgather")
 
-    with moe_rig.experts_on_cpu():
-        yield with_capacities
+    return with_capacities
 
 
 def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:

@@ -4,8 +4,10 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
 import torch._inductor.config
@@ -63,8 +65,7 @@ def test_a_compiled_model_runs_as_its_compiler_has_it() -> None:
         loss.backward()
         return loss.detach(), grads(trainer.chunk)
 
-    eager = train(pair.eager)
-    assert_same_bits(eager, train(pair.graphed))
+    assert_same_bits(train(pair.eager), train(pair.graphed))
     assert pair.report()["calls"] == before["calls"]
 
 
@@ -72,12 +73,9 @@ def test_a_compiled_model_runs_as_its_compiler_has_it() -> None:
 def test_layers_beside_a_compiled_module_replay() -> None:
     """Bug: a cycle of dynamo's kept an output of the verification, and with it the only slot."""
 
-    def prepare(chunk: Any) -> None:
-        for layer in chunk.decoder.layers:
-            layer.mlp = torch.compile(layer.mlp, backend="eager")
-
     steps = [[Micro(lengths=(9, 20), seed=seed)] for seed in range(4)]
-    ran(compare_runs(steps, prepare=prepare).report, 3 * LAYERS, WARMING_UP=LAYERS)
+    compiled = rig.around_mlps(partial(torch.compile, backend="eager"))
+    ran(compare_runs(steps, prepare=compiled).report, 3 * LAYERS, WARMING_UP=LAYERS)
 
 
 def test_a_model_that_goes_while_something_is_compiled_disturbs_nothing() -> None:

@@ -93,12 +93,14 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
         take_gpu(rank, size)
         backend = "nccl"
     store = distributed.TCPStore("127.0.0.1", port, is_master=False)
+    from moe_rig import experts_on_cpu
+
     from megagraph.demo.cpu import megatron_on_cpu
 
     importlib.import_module("megatron.core.models.gpt")
     gc.freeze()  # or each collection, before a capture, would go over all modules
     gc.set_threshold(10_000, 20, 20)  # as in tests/conftest.py
-    with megatron_on_cpu(), every_graph_is_compared_or_named():
+    with megatron_on_cpu(), experts_on_cpu(), every_graph_is_compared_or_named():
         pipe.send((True, "ready"))
         for index in itertools.count():
             job = pipe.recv()
