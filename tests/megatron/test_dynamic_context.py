@@ -4,7 +4,9 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -331,6 +333,23 @@ def test_what_cannot_see_its_ranks_is_an_error(
 
 
 # -- what a model sees of the ranks -----------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_tables_that_megatron_drops() -> None:
+    """Its caches hold 32, and another model asks for tables that are longer, between two replays."""
+    context_jobs.install()
+    make = partial(context_jobs.make_trainer, config={"calculate_per_token_loss": True}, mla="low rank, YaRN")
+    pair, other = rig.Pair(make), make()
+    micros = context_jobs.micros_of(megagraph.context_groups((1, 2)).of_size(2))
+    pair.step(*micros, times=2)
+    rig.evaluate(other, [rig.Micro(lengths=(65 + more,)) for more in range(33)])
+    gc.collect()
+    rubbish = [torch.full((64, 64), float("nan"), device=other.device) for _ in range(64)]
+    pair.step(*micros)
+    assert len(rubbish) == 64  # alive
+    _, report, _ = megagraph.reports()
+    assert set(report["eager"]) == {"WARMING_UP"}
 
 
 @on_ranks(4)
