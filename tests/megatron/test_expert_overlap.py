@@ -2,6 +2,7 @@
 """Models that train under expert-parallel overlap: known, counted, with the bits of training without it."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,9 +34,12 @@ if permutation_sorts():  # else it permutes into shapes that only the device kno
 
 
 def steps_of(rank: int, number: int) -> list[list[Micro]]:
-    """Packs of this rank's own; most have a mask, and on rank 1 some between others fit no capacity."""
-    found = parallel_jobs.steps_of(number, packs=4, seed=rank, masks=True)
-    steps = [micros[: COUNTS[index % len(COUNTS)]] for index, micros in enumerate(found)]
+    """Packs of this rank's own; one has a mask in two, and on rank 1 some between others fit no capacity."""
+    shapes, steps = parallel_jobs.SHAPES, list[list[Micro]]()
+    for count in itertools.islice(itertools.cycle(COUNTS), number):
+        numbers = range(len(steps) * 4, len(steps) * 4 + count)
+        of_numbers = [(it, shapes[(it + 3 * rank) % len(shapes)], it if it % 2 else None) for it in numbers]
+        steps.append([Micro(seed=50 * rank + it, lengths=of, mask_seed=mask) for it, of, mask in of_numbers])
     for of_misfit in steps[2 :: 4 * len(COUNTS)] if rank == 1 else ():
         of_misfit[1] = Micro(lengths=parallel_jobs.MISFIT)
     return steps

@@ -235,13 +235,13 @@ class Captures:
 
         It waits where nothing `may_run` beside what is in force, or gradients have no memory.
         """
-        pending, state = self.verifier.pending, self.dispatcher.states.current
-        if (key := pending.get(state)) is None:
+        pending, states = self.verifier.pending, self.dispatcher.states
+        if (key := pending.get(states.current)) is None:
             return True
         has_gradients = has_gradients and self.watch.has_memory(grad=True)
         if self._peers.max_over_ranks([int(not may_run or (key.grad and not has_gradients))]) != [0]:
             return True
-        del pending[state]
+        del pending[states.current]
         if key not in self.bank.variants:
             return True
         failing = self._find_failing([key])
