@@ -48,14 +48,8 @@ from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, as_tup
 from megagraph.reasons import EagerReason
 
 __all__ = [
-    "GAVE_UP",
-    "BankOptions",
-    "CapturePlan",
-    "GroupGaveUp",
-    "MaxOverRanks",
-    "finish_backward",
-    "gradient_edge",
-    "swap_of",
+    *("GAVE_UP", "BankOptions", "CapturePlan", "GroupGaveUp", "MaxOverRanks"),
+    *("finish_backward", "gradient_edge", "swap_of"),
 ]
 
 

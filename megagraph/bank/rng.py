@@ -23,14 +23,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "HostStreams",
-    "Rewinds",
-    "RngSources",
-    "Snapshot",
-    "TrackerSource",
-    "kept_streams",
-    "no_tracker",
-    "rewinds_of_default_generator",
+    *("HostStreams", "Rewinds", "RngSources", "Snapshot", "TrackerSource"),
+    *("kept_streams", "no_tracker", "rewinds_of_default_generator"),
 ]
 
 

@@ -26,15 +26,8 @@ from megagraph import _C
 from megagraph.reasons import EagerReason
 
 __all__ = [
-    "CaptureError",
-    "CapturedVariant",
-    "EagerPart",
-    "JoinedSites",
-    "Outputs",
-    "SiteSpec",
-    "VariantSpec",
-    "as_tuple",
-    "ineligible_sites",
+    *("CaptureError", "CapturedVariant", "EagerPart", "JoinedSites", "Outputs", "SiteSpec", "VariantSpec"),
+    *("as_tuple", "ineligible_sites"),
 ]
 
 # What a site hands out: one tensor or several.

@@ -27,13 +27,8 @@ from torch.autograd.function import once_differentiable
 from megagraph import _C as _C  # registers torch.ops.megagraph
 
 __all__ = [
-    "RopeLayout",
-    "RotaryTables",
-    "TailConvention",
-    "rope_mla",
-    "rope_thd",
-    "thd_partition_indices",
-    "varlen_attention",
+    *("RopeLayout", "RotaryTables", "TailConvention"),
+    *("rope_mla", "rope_thd", "thd_partition_indices", "varlen_attention"),
 ]
 
 RopeLayout = Literal["neox", "interleaved", "mla_interleaved"]
