@@ -173,7 +173,6 @@ class CudaBackend(Backend):
         if loan is None or not loan.is_open:
             yield contextlib.nullcontext
             return
-
         try:
             yield lambda: loan
         finally:

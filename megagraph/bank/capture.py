@@ -36,14 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megagraph import _C
 from megagraph.bank.backends import Backend, PassMemories
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, written_by
-from megagraph.bank.rng import (
-    HostStreams,
-    RngSources,
-    Snapshot,
-    TrackerSource,
-    no_tracker,
-    rewinds_of_default_generator,
-)
+from megagraph.bank.rng import HostStreams, RngSources, Snapshot, TrackerSource, no_tracker, rewinds_of
 from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, as_tuple
 from megagraph.reasons import EagerReason
 
@@ -254,7 +247,7 @@ class CapturePlan:
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
                 leaves_no_trace([self._sites[index]], work_runs=True),
-                rewinds_of_default_generator(self._backend.device) as rewinds,
+                rewinds_of(self._backend.device) as rewinds,
                 self._options.guard(),
             ):
                 outputs = self._run_once(index, x)
@@ -350,8 +343,7 @@ class CapturePlan:
         """
         own = [param for _name, param in self._sites[index].trainable()]
         if (written := self._reads[index].written()) is not None:
-            named = self._sites[index].named_parameters()
-            name = next(name for name, param in named if param is written)
+            name = next(name for name, param in self._sites[index].named_parameters() if param is written)
             raise ValueError(f"writes its parameter {name}, as each run of a capture would once more")
         borrowed = self._reads[index].trainable(own) if self._training else None
         if borrowed is None:

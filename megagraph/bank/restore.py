@@ -57,9 +57,7 @@ def leaves_no_trace(
             yield
     finally:
         moved = state.put_all_back()
-        rebound = any(
-            table.get(name) is not buffer for table, before in tables for name, buffer in before.items()
-        )
+        rebound = any(table.get(name) is not it for table, before in tables for name, it in before.items())
         for table, before in tables:
             table.update(before)
         changed_attribute = attributes.put_back()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 __all__ = [
     *("HostStreams", "Rewinds", "RngSources", "Snapshot", "TrackerSource"),
-    *("kept_streams", "no_tracker", "rewinds_of_default_generator"),
+    *("kept_streams", "no_tracker", "rewinds_of"),
 ]
 
 
@@ -81,7 +81,7 @@ class Rewinds(torch.Generator):
 
 
 @contextlib.contextmanager
-def rewinds_of_default_generator(device: torch.device) -> Iterator[Rewinds]:
+def rewinds_of(device: torch.device) -> Iterator[Rewinds]:
     """Follows a device's default generator: Note [Draws after a rewind].
 
     torch, Megatron and Transformer Engine all look it up in `torch.cuda.default_generators` to set it. The

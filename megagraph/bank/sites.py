@@ -43,9 +43,7 @@ class CaptureError(RuntimeError):
 
     def __init__(self, *, site: str, index: int, reason: EagerReason, detail: str) -> None:
         super().__init__(f"{site}: {detail}")
-        self.index = index
-        self.reason = reason
-        self.detail = detail
+        self.index, self.reason, self.detail = index, reason, detail
 
 
 def _each_once(named: Iterable[tuple[str, _Owned]]) -> list[tuple[str, _Owned]]:

@@ -169,8 +169,7 @@ class Verification:
             if index not in self._variant.sites:
                 continue
             before, counts = self._bank.rng.snapshot(), self._bank.counters()
-            taken = self._example.hidden if bank.is_entry(index) else given
-            leaf = taken.detach().requires_grad_(training)
+            leaf = (self._example.hidden if bank.is_entry(index) else given).detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
             is_refused = out is NotImplemented

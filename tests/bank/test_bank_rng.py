@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megagraph.bank.rng import Rewinds, RngSources, rewinds_of_default_generator
+from megagraph.bank.rng import Rewinds, RngSources, rewinds_of
 from megagraph.bank.verify import verify
 from megagraph.reasons import EagerReason
 
@@ -332,7 +332,7 @@ def test_the_default_generator_is_followed_however_it_is_set() -> None:
 
     for set_elsewhere in (lambda: torch.cuda.set_rng_state(state), lambda: torch.cuda.manual_seed(5), offset):
         torch.rand(3, device=device)
-        with rewinds_of_default_generator(device) as rewinds:
+        with rewinds_of(device) as rewinds:
             reached = torch.cuda.get_rng_state()
             assert torch.equal(reached, real.get_state())
             torch.rand(3, device=device, generator=torch.cuda.default_generators[device.index])
@@ -354,7 +354,7 @@ def test_generators_that_are_swapped_are_no_states_that_are_set() -> None:
     """As trackers do that are safe for graphs: a graph knows which generator it draws from."""
     device = torch.device("cuda", torch.cuda.current_device())
     named = torch.Generator(device).manual_seed(7)
-    with rewinds_of_default_generator(device) as rewinds:
+    with rewinds_of(device) as rewinds:
         default = torch.cuda.default_generators[device.index]
         outside = default.graphsafe_get_state()
         before, named_before = outside.get_state(), named.get_state()
