@@ -338,8 +338,7 @@ def _preprocess_permuted(layer: Any, before: Sequence[Tensor]) -> Front:
     """The same of rows that were permuted already: the dispatcher takes these, and permutes nothing."""
     rows, of_rows, places, probs, routing_map, *further, residual = before
     # Where nothing else reads normed hidden states, only their shape is asked for.
-    overlaps = layer.mlp.token_dispatcher.shared_experts is not None
-    normed = further.pop(0) if overlaps else residual
+    normed = residual if layer.mlp.token_dispatcher.shared_experts is None else further.pop(0)
     token = _ready.set((rows, of_rows, places))
     try:
         front = _preprocess(layer, (normed, probs, routing_map, *further, residual))

@@ -31,7 +31,7 @@ from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import LAYER_FORWARD, MLP_FORWARD, as_before, called_name, is_replaced, stand_in
 
 __all__ = [
-    *("DENSE", "MAMBA", "MLP", "Front", "LayerPart", "Run", "delaying", "experts_of", "forget_delayed"),
+    *("DENSE", "MAMBA", "MLP", "Front", "LayerPart", "Run", "delaying", "experts_of"),
     *("given_to_mamba", "in_mlp", "is_mamba", "run_layer", "run_mlp", "why_not_halved"),
 ]
 
@@ -156,12 +156,6 @@ def delaying(modules: Iterable[nn.Module]) -> list[Any]:
     """Those of some modules that leave gradients of their weights to be made later."""
     stores = ((module, getattr(module, "wgrad_store", None)) for module in modules)
     return [module for module, store in stores if store is not None and store.delay_wgrad_compute()]
-
-
-def forget_delayed(layer: nn.Module) -> None:
-    """Drops what such modules of a layer have queued. Call it where nobody will ask for it."""
-    for module in delaying(layer.modules()):
-        module.wgrad_store.context.queue.clear()
 
 
 def experts_of(layer: nn.Module) -> Any:

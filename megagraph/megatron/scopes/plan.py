@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
 from megagraph.megatron import seams
 from megagraph.megatron.scopes import moe
-from megagraph.megatron.scopes.parts import (
-    DENSE,
-    LayerPart,
-    Run,
-    delaying,
-    forget_delayed,
-    run_layer,
-    why_not_halved,
-)
+from megagraph.megatron.scopes.parts import DENSE, LayerPart, Run, delaying, run_layer, why_not_halved
 from megagraph.megatron.watch import weakly
 from megagraph.reasons import EagerReason, Why
 
@@ -261,7 +253,7 @@ class BlockPlan:
         site = len(self.specs) if is_site else None
         self.steps.append(LayerStep(step=step, site=site, layer=index, run=run, parts=parts))
         if isinstance(step, SiteSpec) and _is_planned(layer) and delaying(step.modules()):
-            step.finish, step.forget = self.steps[-1].run_late, forget_delayed
+            step.finish, step.forget = self.steps[-1].run_late, _forget_delayed
 
     def _alone(self, run: Run) -> Callable[..., Any]:
         """Runs a step as in its block."""
@@ -298,7 +290,6 @@ def _joined(steps: Sequence[LayerStep]) -> LayerStep:
     """Some whole layers as one step."""
     if len(steps) == 1:
         return steps[0]
-
     sites = [step.step for step in steps if isinstance(step.step, SiteSpec)]
     first, last = steps[0].layer, steps[-1].layer
     site = JoinedSites(name=f"layers {first} to {last}", sites=sites)
@@ -323,6 +314,12 @@ def _transient(layer: nn.Module, last: LayerPart) -> Sequence[int]:
         return last.transient(layer)
     # Nodes of a plan keep what they were given until their backward, but for what is dispatched.
     return [at for at in last.transient(layer) if at in moe.DISPATCHED] if moe.is_freed(layer) else ()
+
+
+def _forget_delayed(layer: nn.Module) -> None:
+    """Drops what modules of a layer have queued for late gradients. Call it where nobody will ask for it."""
+    for module in delaying(layer.modules()):
+        module.wgrad_store.context.queue.clear()
 
 
 def _is_planned(layer: nn.Module) -> bool:
