@@ -208,9 +208,7 @@ class Captures:
             sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)
             if self._peers.max_over_ranks([0]) != [0] or not self._peers.agree_on(repr(sealed)):
                 raise GroupGaveUp
-            failing: Mapping[int, Why] = {
-                error.index: (error.reason, error.detail) for error in self.bank.failures
-            }
+            failing: Mapping[int, Why] = {it.index: (it.reason, it.detail) for it in self.bank.failures}
             if not self._are_to_join_otherwise(failing):
                 failing = self._find_failing(keys)
                 if not failing:

@@ -372,8 +372,7 @@ def _of_recomputing(config: Any, scopes: Collection[str], layers: Sequence[nn.Mo
         what = f"names {module!r}, which with {draws}={option!r} must be in no graph"
         yield name, f"{_RECOMPUTED} {what}, and {_NAMED} {where}"
     # Megatron switches the recomputing off if the model's own config names the scope, with a warning.
-    with_experts = filter(EXPERTS.is_in, layers)
-    norms = (getattr(layer, "recompute_pre_mlp_layernorm", False) for layer in with_experts)
+    norms = (getattr(it, "recompute_pre_mlp_layernorm", False) for it in layers if EXPERTS.is_in(it))
     if "moe_router" in scopes and any(norms):
         why = (
             f"{_RECOMPUTED} names 'layernorm', whose output leaves the graph of the router, and {_NAMED} "

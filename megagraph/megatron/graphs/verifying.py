@@ -29,9 +29,6 @@ _ARE_NO_EXAMPLES = (
     *(EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG),
 )
 
-_NO_EXAMPLE = "no micro-batch that fits was kept"
-_NOT_TAKEN = "its graph did not take the micro-batch that was kept"
-
 
 def found_anywhere(
     peers: HostGroup, found: Mapping[int, Why], num_sites: int, elsewhere: str
@@ -144,7 +141,8 @@ class Verifier:
         kept = self._example(key)
         can = key in bank.variants and kept is not None
         if bank.options.somewhere(not can) or kept is None:
-            self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), _NO_EXAMPLE))
+            why = "no micro-batch that fits was kept"
+            self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), why))
             return ()
         start = time.perf_counter()
         kept.valid_rows = self._valid_rows(kept, key)
@@ -163,9 +161,10 @@ class Verifier:
             return ()
         finally:
             self._seconds += time.perf_counter() - start
-        why = {index: f"{_NOT_TAKEN} ({reason})" for index, reason in verification.not_run.items()}
-        self._note_unverified(bank, key, why)
-        self._verified += not verification.not_run
+        why = "its graph did not take the micro-batch that was kept"
+        not_run = {index: f"{why} ({reason})" for index, reason in verification.not_run.items()}
+        self._note_unverified(bank, key, not_run)
+        self._verified += not not_run
         self._bytes = max(self._bytes, verification.most_bytes)
         self._within_spread |= {bank.specs[index].name for index in verification.within_spread}
         return verification.differences
