@@ -110,8 +110,7 @@ class Plugin:
         graphs.changes.set_suspended(self._is_suspended)
         self._graphs[key] = graphs
         self._when_gone(model, lambda: self.gone.append(self._graphs.pop(key)))
-        blocks: tuple[Any, Any] = model.decoder, getattr(model, "mtp", None)
-        for block in blocks:
+        for block in (model.decoder, getattr(model, "mtp", None)):
             if block is not None:
                 self._of_block[key_of(block)] = graphs
                 self._when_gone(block, self._of_block.pop, key_of(block), None)

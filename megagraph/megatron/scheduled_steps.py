@@ -88,10 +88,8 @@ class ScheduledSteps:
                 f"expected limits of {groups.num_ranks} ranks in groups of {groups.cp_sizes}, "
                 f"got {limits.ranks} in groups of {limits.cp_sizes}"
             )
-        self._documents = iter(documents)
-        self._limits = limits
-        self._groups = groups
-        self._device = device
+        self._documents, self._limits = iter(documents), limits
+        self._groups, self._device = groups, device
 
     def __iter__(self) -> "ScheduledSteps":
         return self

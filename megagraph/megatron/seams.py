@@ -383,8 +383,7 @@ def is_replaced(module: Any, seam: Seam) -> bool:
 # -- the installed release -----------------------------------------------------------------------
 
 _OF_ALL_MODELS = (
-    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE),
-    *(PACKED_ROPE, ROWS_ROPE),
+    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PACKED_SEQ_PARAMS, ATTENTION_ROPE, PACKED_ROPE, ROWS_ROPE),
     *(_IS_CAPTURING, RNG_TRACKER, DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
     *(DATA_AND_CONTEXT_GROUP, STAGE_GROUP, _HYBRID_GROUPS),
 )

@@ -164,8 +164,7 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     if "mla_layer" in inspect.signature(submodules).parameters:
         # Megatron has no multi-latent attention with such norms.
         of_mla = {**given, "num_experts": None, "multi_latent_attention": True, "qk_l2_norm": False}
-        mla = get_gpt_layer_varlen_spec(**of_mla).submodules
-        layers["mla_layer"] = _of_parts(mla, _ATTENTION_PARTS)
+        layers["mla_layer"] = _of_parts(get_gpt_layer_varlen_spec(**of_mla).submodules, _ATTENTION_PARTS)
     if given.get("num_experts"):
         layers["moe_layer"] = _of_parts(get_gpt_layer_varlen_spec(**given).submodules, _MLP_PARTS)
     return ModuleSpec(module=_with_norm(stack), submodules=submodules(**layers))
@@ -193,8 +192,6 @@ def _with_norm(stack: Any) -> type[Any]:
             super().__init__(config, submodules, post_layer_norm=False, **kwargs)
             self.post_layer_norm = post_layer_norm
             if self.post_process and post_layer_norm:
-                self.final_norm = Norm(
-                    config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-                )
+                self.final_norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     return VarlenHybridStack

@@ -120,8 +120,7 @@ def _attend_over_heads(
     maps = torch.ops.megagraph.thd_gathered_rows(cu_seqlens, size * query.size(0), size)
     there, back = partial(_to_heads, group=group), partial(_to_rows, group=group)
     query, key, value = (linear_map(rows, there, back, maps) for rows in (query, key, value))
-    out = _attend(query, key, value, cu_seqlens, max_seqlen, **how)
-    return linear_map(out, back, there, maps)
+    return linear_map(_attend(query, key, value, cu_seqlens, max_seqlen, **how), back, there, maps)
 
 
 # What Megatron calls the ways to share a pack; a ring (`p2p`) is its default, and here not one of them.
@@ -185,8 +184,7 @@ class VarlenAttention(nn.Module):
         for option, expected in lacking.items():
             if (found := getattr(config, option, expected)) != expected:
                 raise ValueError(f"VarlenAttention: expected {option} {expected}, got {found}")
-        self.softmax_scale = softmax_scale
-        self.cp_comm_type = cp_comm_type
+        self.softmax_scale, self.cp_comm_type = softmax_scale, cp_comm_type
         is_shared, groups = config.context_parallel_size > 1, further.get("pg_collection")
         self.cp_group: _Group | None = getattr(groups, "cp", None) if is_shared else None
         if is_shared and self.cp_group is None:
@@ -275,8 +273,7 @@ class Norm(nn.Module):
         if config.memory_efficient_layer_norm:
             raise ValueError("Norm: expected memory_efficient_layer_norm False, got True")
         self.is_zero_centered: bool = config.layernorm_zero_centered_gamma
-        self.normalized_shape = (hidden_size,)
-        self.eps = eps
+        self.normalized_shape, self.eps = (hidden_size,), eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size)) if self.normalization == "LayerNorm" else None
         for param in self.parameters():

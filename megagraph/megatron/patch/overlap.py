@@ -144,8 +144,7 @@ class _Passage:
         """Has the plan's nodes run through here."""
         nodes = [*nodes_of(plan)]
         for index, (layer, first, last) in enumerate(nodes):
-            mixture = experts_of(layer)
-            first.submodule = functools.partial(self._first, index, layer, mixture, first.submodule)
+            first.submodule = functools.partial(self._first, index, layer, experts_of(layer), first.submodule)
             if self._batch is not None:
                 is_end = index == len(nodes) - 1
                 last.submodule = functools.partial(self._last, index, is_end, last.submodule)
