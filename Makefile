@@ -38,6 +38,11 @@ BRIDGE_DIR := .deps/megatron_bridge-$(BRIDGE)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BUILD_TOOLS := "setuptools>=77,<82" wheel ninja pybind11 numpy
+# What is large: uv fetches and unpacks side by side, in half of pip's time. It does not see the machine's own
+# packages, nor what pip alone is told of an index: then it is pip's turn.
+install = $(if $(VENV_FLAGS),false,$(1)/python -m uv pip install --quiet --no-cache --python $(1)/python $(2)) || \
+    $(1)/python -m pip --disable-pip-version-check --quiet install $(2)
 CORE_SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 PYTHON_SOURCES = $(shell find megagraph -name '*.py' ! -name _build_info.py)
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
@@ -56,8 +61,8 @@ help:
 
 $(VENV)/.torch:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	$(PIP) install --upgrade "pip>=25.1"
-	$(PIP) install "setuptools>=77,<82" wheel ninja pybind11 numpy $(TORCH)
+	$(PIP) install --upgrade "pip>=25.1" uv
+	$(call install,$(BIN),$(BUILD_TOOLS) $(TORCH))
 	@touch $@
 
 # Installed once; later edits of the core go through setup.py, which compiles only what changed.
@@ -131,9 +136,8 @@ sizes:
 # An environment for each minor of torch (5.4 GB each, reused).
 .venv-torch-%/.ready: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --quiet install --upgrade "pip>=25.1"
-	$(@D)/bin/python -m pip --quiet install "setuptools>=77,<82" wheel ninja pybind11 numpy \
-	    "torch==$*.*" megatron-core==$(CORE) "rich>=13"
+	$(@D)/bin/python -m pip --quiet install --upgrade "pip>=25.1" uv
+	$(call install,$(@D)/bin,$(BUILD_TOOLS) "torch==$*.*" megatron-core==$(CORE) "rich>=13")
 	$(@D)/bin/python -m pip --quiet install --group test
 	@touch $@
 

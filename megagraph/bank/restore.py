@@ -47,7 +47,8 @@ def leaves_no_trace(
     keeps attributes.
     """
     gradients = KeptGradients(sites, work_runs)
-    params = {f"parameter {name}": param for site in sites for name, param in site.named_parameters()}
+    named = ((site.within(name), param) for site in sites for name, param in site.named_parameters())
+    params = {f"parameter {name}": param for name, param in named}
     state = KeptState([written_by(site) for site in sites if work_runs], placed=params)
     owners = [named for site in sites for named in site.named_modules()]
     attributes = PlainAttributes(() if left_out is None else owners, left_out or ())

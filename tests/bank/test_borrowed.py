@@ -350,7 +350,7 @@ WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
     "an attribute's memory": (lambda it: it.factor.set_(it.factor * 2), f"attribute factor {MOVED}"),
     "a parameter's memory": (
         lambda it: setattr(it.scale, "data", it.scale * 0.9),
-        f"parameter scale {MOVED}",
+        f"scale {MOVED}",
     ),
     "a parameter in place": (lambda it: it.scale.data.mul_(0.9), "writes its parameter scale"),
     "a row of a parameter": (lambda it: it.scale.data[1:3].fill_(0.5), "writes its parameter scale"),
