@@ -44,8 +44,7 @@ def megatron_core_version() -> str | None:
 
 
 def import_core() -> None:
-    """Imports megatron-core, which warns of Transformer Engine's changes when it is first imported. With it
-    mamba-ssm where that is installed. It warns too, and picks its kernels' configurations then."""
+    """Megatron-core, and mamba-ssm where it is, which picks its kernels' configurations then. Both warn."""
     os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,10 +77,9 @@ def rope_utils() -> ModuleType:
 
 @pytest.fixture
 def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Megatron's fused RoPE of multi-latent attention, whose kernels work on one head at a time. What they
-    leave depends on the number that their autotuner picks. Sums over heads go by it. And with two the
-    gradient of queries has a data race: warps share a head that they rotate in place, and one writes what
-    another has not read yet."""
+    """Megatron's fused RoPE of multi-latent attention, whose kernels work on one head at a time. Sums over
+    heads go by the number that their autotuner picks. And with two the gradient of queries has a data race:
+    warps rotate a head that they share in place."""
     module = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
     if not module.HAVE_TRITON:
         pytest.skip("Megatron's fused RoPE of multi-latent attention needs Triton")
@@ -116,15 +114,13 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what has been imported out of the collections before each capture, which it makes long. Others
-    come less often: a step makes thousands of objects, and hardly any in cycles."""
+    """Collections leave out what was imported, and come less often: few objects of a step are in cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
 
 
-# What megatron-core says of its own options when a config is made, in the folders whose tests make
-# models; ours are errors still.
+# What megatron-core says of its own options, in folders whose tests make models; ours are errors still.
 _CORE_WARNINGS = ("ignore::UserWarning:megatron", "ignore::DeprecationWarning:megatron")
 _MAKE_MODELS = frozenset({"cli", "megatron"})
 # Files that take the longest come first, so that nobody waits for one of them in the end.

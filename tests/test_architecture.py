@@ -14,21 +14,13 @@ SPDX = {"#": "# SPDX-License-Identifier: Apache-2.0", "//": "// SPDX-License-Ide
 COMMENTS = {".py": "#", ".pyi": "#", ".h": "//", ".cpp": "//", ".cu": "//", ".cuh": "//"}
 MAX_LINES = 600
 
-# csrc/torch/version.h, Note [The seam to torch]: headers that torch changes as it likes. Of torch/csrc/
-# only these are for extensions.
+# csrc/torch/version.h, Note [The seam to torch]: headers that torch changes as it likes, and for extensions.
 SEAM = "csrc/torch/"
 PRIVATE_HEADERS = (
-    "ATen/Context.h",
-    "ATen/autocast_mode.h",
-    "ATen/core/CachingHostAllocator.h",
-    "ATen/cuda/CUDAContext.h",
-    "ATen/cuda/CUDAGeneratorImpl.h",
-    "ATen/cuda/CUDAGraph.h",
-    "c10/core/StorageImpl.h",
-    "c10/core/TensorImpl.h",
-    "c10/cuda/CUDACachingAllocator.h",
-    "c10/cuda/CUDAGraphsC10Utils.h",
-    "torch/version.h",
+    *("ATen/Context.h", "ATen/autocast_mode.h", "ATen/core/CachingHostAllocator.h"),
+    *("ATen/cuda/CUDAContext.h", "ATen/cuda/CUDAGeneratorImpl.h", "ATen/cuda/CUDAGraph.h"),
+    *("c10/core/StorageImpl.h", "c10/core/TensorImpl.h", "c10/cuda/CUDACachingAllocator.h"),
+    *("c10/cuda/CUDAGraphsC10Utils.h", "torch/version.h"),
 )
 PUBLIC_HEADERS = (
     "torch/csrc/autograd/autograd_not_implemented_fallback.h",

@@ -217,9 +217,6 @@ def test_an_unknown_option_is_refused_with_the_known_ones(tmp_path: Path) -> Non
     known = re.escape(", ".join(sorted(OPTIONS)))
     with pytest.raises(ValueError, match=rf"run\.toml: unknown option 'warmup'; choose from {known}$"):
         GraphConfig.from_toml(written("[megagraph]\nwarmup = 3", tmp_path))
-    said = "environment: unknown option 'MEGAGRAPH_MOED'; choose from MEGAGRAPH_CAPACITIES, .*MEGAGRAPH_MODE"
-    with pytest.raises(ValueError, match=said):
-        GraphConfig.from_env(variables(moed="eager"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation is true as far as a program can tell: lists are whole, links lead, figures were measured.
-That its examples run is shown by `cli/test_doc_blocks.py`."""
+"""The documentation is true as far as a program can tell. That its examples run: `cli/test_doc_blocks.py`."""
 
 import json
 import re

@@ -90,9 +90,8 @@ def test_the_module_shows_its_commands_without_megatron(capsys: CaptureFixture[s
 
 
 def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_built(tmp_path: Path) -> None:
-    """Built as without a GPU and without a former build's list of files. It held no header, and of a build
-    without CUDA no kernel; and ten test files without their conftest. That it builds, installs and runs is
-    checked by `make sdist`."""
+    """Built without a GPU and a former build's list of files. It held no header, without CUDA no kernel, and
+    ten tests without their conftest. That it builds, installs and runs is checked by `make sdist`."""
     pytest.importorskip("setuptools")
     folders = "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path
     folders += "build_py", "--build-lib", tmp_path / "built"

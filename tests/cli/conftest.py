@@ -20,8 +20,7 @@ TINY |= {"--warmup-steps": "1", "--steps": "6", "--timed-steps": "2"}
 
 @pytest.fixture(autouse=True)
 def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No options from outside, lines that do not wrap, errors of Megatron alone; afterwards all as it was. No
-    command leaves the plugin, a step without graphs or what is torch's changed, however it ends."""
+    """No options from outside, lines that do not wrap, Megatron's errors alone; all is left as it was."""
     for name in list(os.environ):
         if name.startswith("MEGAGRAPH_") and name != "MEGAGRAPH_TEST_CORE":
             monkeypatch.delenv(name)

@@ -269,8 +269,7 @@ def test_eager_blocks_run_packs_as_they_were_given_and_graphed_ones_padded(files
 
 @pytest.mark.megatron
 def test_a_block_that_did_not_replay_is_left_out_and_one_that_raises_leaves_graphs_on(files: Files) -> None:
-    """The steps of the first graphed block, 7 to 10, in which the script wants none. And out of packs, in an
-    eager one, as loops of users' own often end."""
+    """The script wants none in steps 7 to 10, the first graphed block; packs run out in an eager one."""
     loop, step = "        for _ in range(steps):\n", '            print("loss"'
     assert loop in ENDLESS and step in ENDLESS
     imports = "        import contextlib, megagraph\n"

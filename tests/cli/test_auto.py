@@ -110,8 +110,7 @@ os._exit(0)
 @pytest.mark.megatron
 @pytest.mark.parametrize("under", [[], ["-m", "megagraph", "run"]], ids=["auto", "run"])
 def test_children_leave_the_report_to_their_parent(start: Start, files: Files, under: list[str]) -> None:
-    """Bug: what was spawned and imported Megatron left an empty one, what was forked its parent's. Who only
-    asks if Megatron is there leaves its import alone, and who asks after the training gets the same."""
+    """Bug: what was spawned left an empty one, a fork its parent's. To ask for Megatron imports nothing."""
     report = str(files.folder / "report.json")
     variables = {"CONFIG": str(files.toml()), "VERIFY": "3", "LOG_INTERVAL": "1", "REPORT": report}
     done = start(*under, files.script(PROBES + TRAINING), "3", ASKS + CHILDREN, AUTO="1", **variables)

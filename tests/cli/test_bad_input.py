@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is wrong is one sentence that names it as it was typed; exit code 2, and nothing is touched. What
-only has to be named is here; rows of documents, each kind of value and each part of a report have tests of
-their own: tests/demo/test_documents.py, tests/test_config.py, tests/test_report.py."""
+"""Whatever is wrong is one sentence that names it as it was typed; exit code 2, and nothing is touched. Rows
+of documents, values and parts of a report: demo/test_documents.py, test_config.py, test_report.py."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,7 +69,6 @@ advise --set mode=fast script.py -> --set: mode: expected one of graph, eager, o
 config --schema --markdown -> argument --markdown: not allowed with argument --schema
 report full.json --json full.json -> --json: expected another file than the report that is read
 report gone.json -> expected the file of a report, gone.json is no file
-report folder -> expected the file of a report, folder is no file
 report deep.json -> deep.json: expected JSON,
 """
 # MEGAGRAPH_..., and what is said after `environment: `.
@@ -95,6 +93,8 @@ GraphConfig(cuda_graph_scope="mlp", cuda_graph_modules="mlp") -> cuda_graph_modu
 install({{"mode": "eager"}}) -> install(): expected megagraph.GraphConfig(...), the path of a TOML
 install(name=7) -> install(): name: expected text or a function of a model, got 7
 install(name="") -> install(): name: expected text or a function of a model, got ''
+watch(5, key=len) -> watch(): expected a torch.nn.Module, got int
+watch(__import__("torch").nn.Identity(), key=5) -> watch(): key: expected a function without arguments,
 install(GraphConfig(report="folder")) -> report: expected a file, folder is a folder
 install("text.txt") -> text.txt: expected TOML,
 install("gone.toml") -> gone.toml: expected TOML, No such file or directory

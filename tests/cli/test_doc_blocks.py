@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example of the documentation runs, or says in its first line that it is a fragment. In a folder with
-the script and the options of docs/first-hour.md, and in a process without a GPU: scripts end the groups of
-theirs."""
+"""Every example of the documentation runs, or says in its first line that it is a fragment: in a
+process without a GPU, and a folder with the script and the options of docs/first-hour.md."""
 
 import contextlib
 import io

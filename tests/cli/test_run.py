@@ -135,8 +135,7 @@ ENDS += [SystemExit(0), SystemExit(7), SystemExit("a sentence")]
 def test_how_the_script_ends_comes_through_with_the_report_written(
     files: Files, capsys: CaptureFixture[str], caplog: LogCaptureFixture, end: BaseException
 ) -> None:
-    """A ValueError of the user's code was taken for bad input: one line was left, and exit code 2. Of a
-    script that failed for want of a GPU it was said that no model ran, and nothing of --cpu."""
+    """A user's ValueError was taken for bad input, exit code 2. For want of a GPU nothing told of --cpu."""
     report = files.folder / "reports" / "report.json"
     with pytest.raises(type(end)) as raised:
         run("--config", files.toml(report=report), files.script(f"raise {end!r}"))

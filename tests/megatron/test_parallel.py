@@ -22,16 +22,14 @@ SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather":
 SMALL = {**SHARDED, "bucket_size": 1000}
 ATTENTION, MLPS = ({"cuda_graph_modules": scope} for scope in ("attn", "mlp"))
 hooked = partial(rig.ModelTrainer, layers=4, heads=4, prepare=parallel_jobs.hook_second)
-# Fields of DDP's config, further options, and calls that each rank runs eager once it has graphs, of 4 packs
-# that it trains on then.
+# Fields of DDP's config, further options, and calls that each rank runs eager once it has graphs.
 TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]] = {
     "reduced in the backward": (BUCKETS, {}, {}, {}),
     "gathered in the forward": (SHARDED, {}, {}, {}),
     "gathered alike": ({**SHARDED, "align_param_gather": True}, {}, {}, {}),
     "attention": (SMALL, {"plugin": ATTENTION}, {}, {}),
     "MLPs": (SHARDED, {"plugin": MLPS}, {}, {}),
-    # Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started the
-    # reductions of their buckets in different orders, and each got what was meant for another bucket.
+    # Bug: a replay told DDP of gradients in another order than eager, and ranks reduced different buckets.
     "one rank runs eager": (SMALL, {"misfits_on": 1}, {}, {"TOO_MANY_SEQUENCES": rig.LAYERS}),
     # Each layer that replays is told of by itself beside one that does not, and buckets lie across layers.
     "one layer runs eager": (BUCKETS, {"make": hooked}, *[{"FOREIGN_HOOK": 4}] * 2),
@@ -186,9 +184,8 @@ MODELS: dict[str, tuple[Any, int, bool, Options]] = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, (marks, *_) in MODELS.items()])
 def test_each_rank_has_its_share_of_whole_packs(worlds: Worlds, name: str) -> None:
-    """Of documents, too, that are empty or end right at, before or behind a border between two ranks' rows.
-    Losses of routers are those of whole packs, and are logged as these. Bug: in 0.16 they weighed the less
-    the more ranks shared a pack, where losses are per token. Where all share alike that is Megatron's own."""
+    """Of documents, too, that are empty or end at, before or behind a border between two ranks' rows. Losses
+    of routers are those of whole packs. Bug: in 0.16 they weighed the less the more ranks shared one."""
     _marks, ranks, is_static, options = MODELS[name]
     given = {"cp_size": ranks, "is_static": is_static, **options}
     for losses, gradients, metrics in worlds.of(ranks).run(context_jobs.beside_one_process, **given):

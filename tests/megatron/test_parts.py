@@ -107,8 +107,7 @@ class ByPack(TransformerLayer):
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 @pytest.mark.parametrize("kind", [Scaled, ByPack])
 def test_a_hosts_layer_is_split_and_handed_what_the_release_hands(kind: type, scopes: Sequence[str]) -> None:
-    """Bugs: if its forward was not Megatron's its halves could not be told apart. And packs, which releases
-    since 0.19 hand to its MLP, that never got beside graphed attention, nor in a graph."""
+    """Bugs: halves of its own forward could not be told apart; its MLP never got packs, as of 0.19."""
     report = as_layers(rig.Pair(plugin={"cuda_graph_modules": scopes}), kind, 0)
     rig.ran(report, WARMING_UP=2 * rig.LAYERS)
 
@@ -212,9 +211,8 @@ def _doubled(trainer: ExpertTrainer, child: str, name: str) -> Callable[[], None
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(("scopes", "child", "name"), CASES)
 def test_from_the_beginning_away_and_back_again(scopes: Sequence[str], child: str, name: str) -> None:
-    """Bugs: a wrapper was taken for Megatron's, whose name and module it has; and after a capture of a layer
-    as it was, the next one split it as before, and passed over the new forward. And a layer that had one at
-    first was never captured once it was gone."""
+    """Bugs: a wrapper was taken for Megatron's, as named; a capture of a layer as it was had the next
+    one pass over the new forward; and a layer that had one at first was never captured."""
     pair = rig.Pair(ExpertTrainer, plugin={"cuda_graph_modules": scopes})
     steps = [[micro] for micro, *_others in rig.steps_of(8)]
     takers = [_doubled(trainer, child, name) for trainer in pair.both]
@@ -260,8 +258,7 @@ ALL = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()]
 def test_routing_that_is_replayed_from_some_step_on(
     install: rig.Install, scopes: Sequence[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug that might be: graphs go on choosing, or choose for ever what some micro-batch was told to. Where
-    no scope is named, experts are grouped, and layers with them graphed whole."""
+    """Or graphs would choose for ever what some micro-batch was told to. Without scopes layers are whole."""
 
     class Replay:
         def get_replay_topk(self, scores: Any, topk: int, groups: Any, of_groups: Any, choose: Any) -> Any:

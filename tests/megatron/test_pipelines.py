@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines: the bits of eager in every stage and chunk, whatever number of micro-batches a step has. On
-ranks; and of any stage in one process, in its order of forwards and backwards."""
+"""Pipelines have the bits of eager in every stage and chunk: on ranks, and of any stage in one process."""
 
 import contextlib
 import dataclasses
@@ -35,12 +34,8 @@ OVERLAPPED = {**EXPERTS, "transformer": OVERLAPS}
 Training = tuple[int, dict[str, Any]]  # of how many ranks
 
 
-def two(cut: Cut = OF_TWO_CHUNKS, **options: Any) -> Training:
-    return 2, {"cut": cut, **options}
-
-
-def four(cut: Cut, **options: Any) -> Training:
-    return 4, {"cut": cut, **options}
+def on(ranks: int, cut: Cut = OF_TWO_CHUNKS, **options: Any) -> Training:
+    return ranks, {"cut": cut, **options}
 
 
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
@@ -48,23 +43,23 @@ EMPTIED = {"transformer": {"deallocate_pipeline_outputs": True}}
 both = pytest.mark.both
 TRAININGS: dict[str, tuple[Any, Training]] = {
     # With packs that fill their capacity, whose output the schedule keeps over the next forward.
-    "2 stages, outputs emptied once they are sent": (both, two(Cut(), num_steps=3, **EMPTIED)),
-    "2 stages of 2 chunks, outputs emptied once they are sent": (both, two(**EMPTIED)),
-    "2 stages of 2 chunks, groups of 3": ((), two(Cut(chunks=2, group_size=3), num_steps=3)),
-    "MLA": ((), two(Cut(), transformer=mla_config("low rank, RoPE"))),
-    "two data-parallel ranks a stage": (both, four(Cut(), ddp=SHARDED)),
-    "two data-parallel ranks a stage, aligned": ((), four(OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
+    "2 stages, outputs emptied once they are sent": (both, on(2, Cut(), num_steps=3, **EMPTIED)),
+    "2 stages of 2 chunks, outputs emptied once they are sent": (both, on(2, **EMPTIED)),
+    "2 stages of 2 chunks, groups of 3": ((), on(2, Cut(chunks=2, group_size=3), num_steps=3)),
+    "MLA": ((), on(2, Cut(), transformer=mla_config("low rank, RoPE"))),
+    "two data-parallel ranks a stage": (both, on(4, Cut(), ddp=SHARDED)),
+    "two data-parallel ranks a stage, aligned": ((), on(4, OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
     # The exchange of rows between experts' ranks is not in graphs.
-    "experts that ranks of a stage share": (both, four(Cut(chunks=2, expert_parallel=2), **EXPERTS)),
-    "experts whose exchange overlaps": (both, four(Cut(chunks=2, expert_parallel=2), **OVERLAPPED)),
-    "packs that ranks of a stage share": (both, four(Cut(context_parallel=2))),
+    "experts that ranks of a stage share": (both, on(4, Cut(chunks=2, expert_parallel=2), **EXPERTS)),
+    "experts whose exchange overlaps": (both, on(4, Cut(chunks=2, expert_parallel=2), **OVERLAPPED)),
+    "packs that ranks of a stage share": (both, on(4, Cut(context_parallel=2))),
     # Some micro-batches are shared by both ranks of a stage, and others by none.
-    "packs of several sizes in flight": (both, four(OF_TWO_CHUNKS, cp_sizes=(1, 2), num_steps=3)),
-    "two tensor-parallel ranks a stage": (both, four(Cut(tensor_parallel=2))),
-    "packs of as many rows": ((), two(transformer={"variable_seq_lengths": False})),
+    "packs of several sizes in flight": (both, on(4, OF_TWO_CHUNKS, cp_sizes=(1, 2), num_steps=3)),
+    "two tensor-parallel ranks a stage": (both, on(4, Cut(tensor_parallel=2))),
+    "packs of as many rows": ((), on(2, transformer={"variable_seq_lengths": False})),
     "stages of one layer and of three, whose embeddings are shared": (
         (),
-        two(Cut(), layers=2, transformer=UNEVEN, shared_embeddings=True),
+        on(2, Cut(), layers=2, transformer=UNEVEN, shared_embeddings=True),
     ),
 }
 

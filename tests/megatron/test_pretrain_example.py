@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/examples/pretrain_packed.py: its packs, and a training run in Megatron-LM's own loop. The run needs a
-release with `megatron.training` (0.19). It is Megatron's on a CPU that it takes for a GPU: what names a
-device there is replaced, and nothing else."""
+"""docs/examples/pretrain_packed.py: its packs, and a run in Megatron-LM's own loop, which 0.19 has. That is
+on a CPU that it takes for a GPU: what names a device there is replaced, and nothing else."""
 
 import functools
 import importlib.util
@@ -173,17 +172,13 @@ def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Pretrain:
             global_vars.destroy_global_vars()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             rerun_state_machine.destroy_rerun_state_machine()
-        return log_figures(capfd.readouterr().out)
+        log = capfd.readouterr().out
+        figures = dict(re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log))
+        for number, loss, norm in re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log):
+            figures |= {f"loss {number}": loss, f"grad norm {number}": norm}
+        return figures
 
     return run
-
-
-def log_figures(log: str) -> dict[str, str]:
-    """The printed loss and gradient norm of each step, and the loss of each evaluation."""
-    figures = dict(re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log))
-    for number, loss, norm in re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log):
-        figures |= {f"loss {number}": loss, f"grad norm {number}": norm}
-    return figures
 
 
 def install(mode: str) -> None:
@@ -220,8 +215,7 @@ def test_the_log_is_eagers_through_a_save_and_a_resume(
     assert resumed == {name: eager[name] for name in resumed}
     assert {"loss 5", "grad norm 6", "loss 8"} <= resumed.keys()
 
-    # Without the plugin packs are not padded, and RoPE rounds otherwise. Losses have seven digits in the log,
-    # norms four.
+    # Without the plugin packs are not padded, and RoPE rounds otherwise. Norms have four digits in the log.
     assert {name: float(figure) for name, figure in pretrain(options).items()} == {
         name: pytest.approx(float(it), rel=1e-3 if "norm" in name else 1e-5) for name, it in eager.items()
     }

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of real size on real ranks: the bits of eager in every step, and processes that end by themselves.
-Among them is the training of which `python -m benchmarks training` measures the times. With a folder in the
-variable OUT, the figures are written there as real_hosts.json."""
+With a folder in the variable OUT, figures are written there as real_hosts.json."""
 
 import dataclasses
 import importlib.util

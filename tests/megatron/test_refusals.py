@@ -42,8 +42,7 @@ DEFERRED = "deferred gradients of the output layer's weight (defer_embedding_wgr
 NEED_EQUAL = "over several ranks that need equal rows"
 OF_EXPERTS = "mixture of experts"
 TOLD = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-# By kind of model: what a config says, of which the last option and its value are named, and what that is
-# called; perhaps what it may say before.
+# By kind of model: what a config says, whose last option is named; what it is called; what it may say before.
 REFUSED: dict[str, list[tuple[Any, ...]]] = {
     "dense": [
         ({"fp8": "hybrid"}, "fp8"),
@@ -216,7 +215,6 @@ def test_what_is_switched_on_inside_of_a_step_is_refused_before_the_next_one(tra
 @pytest.mark.parametrize("kind", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
 def test_other_data_parallelism_is_refused_by_name(kind: type[nn.Module], install: rig.Install) -> None:
     """Bug: Megatron-FSDP alone was known, and under torch's the first capture raised."""
-
     install()
     model, _called = frozen_model(seed=7)
     ddp: Any = kind.__new__(kind)  # as such a one looks, but that it shards nothing
@@ -251,9 +249,7 @@ class OtherParams(PackedSeqParams):
         self.further = further
 
 
-def test_micro_batches_that_no_graph_takes_run_eager_and_say_nothing_of_others(
-    pair: rig.Pair,
-) -> None:
+def test_micro_batches_that_no_graph_takes_run_eager_and_say_nothing_of_others(pair: rig.Pair) -> None:
     """Bug: graphs were captured for packs of a host's class, which could not be made."""
     none, halves = (rig.Micro(lengths=(30,), pack=it) for it in (lambda _pack: None, rig.split))
     others = rig.Micro(lengths=(4,) * 9, pack=lambda made: OtherParams("a host's", **vars(made)))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions have Megatron's meaning: graphed, as the eager reference, and in models that are not ours.
-Megatron makes a table of `max_seqlen` rows. One as long as the pack maps row to row, so that positions go on
-from document to document: packs of several documents run as they were given then. In all others positions
-begin anew in each document."""
+A table of `max_seqlen` rows that is as long as the pack maps row to row, so that positions go on from
+document to document: such packs run as given. In all others positions begin anew in each document."""
 
 import dataclasses
 import functools
@@ -387,7 +386,6 @@ def test_packs_of_one_document_do_not_show_what_frequencies_are(caplog: pytest.L
 
 def test_packs_of_another_length_than_their_table_run_as_given_where_each_token_had_a_row() -> None:
     """Positions begin anew in their documents."""
-
     short = rope_rig.Declared(lengths=(20, 9), max_seqlen=20)
     steps = [[*micros, short] for micros in rope_rig.canonical_steps(HALF, COUNT)]
     given = {"prepare": functools.partial(fix_rows, rows=64)}

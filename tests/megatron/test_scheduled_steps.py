@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of several ranks come to those that a schedule names: by ours, and by megatron-core's hybrid one.
-That deals out one document in a micro-batch, and other numbers of micro-batches on other ranks, in sub-steps
-with a barrier behind each; within one, some ranks share theirs. What surrounds it is the release's, too: its
-groups, the wrapper of its data loader, and the function that cuts a document to a rank's rows."""
+That deals out one document in a micro-batch, in sub-steps with a barrier behind each; within one, some ranks
+share theirs. Its groups, its loader's wrapper and what cuts a document are the release's, too."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -87,12 +86,13 @@ def check_share(pack: Any, batch: MicroBatch, lengths: list[int], limits: Schedu
 @pytest.mark.parametrize("alignment", [1, 4])
 @on_ranks(4)
 def test_every_rank_gets_its_share_of_every_pack(alignment: int) -> None:
+    """Bug: an iterator of documents raised once it was dealt, and other ranks waited."""
     limits = ScheduleLimits(ranks=4, alignment=alignment, **OPTIONS)
     groups, sizes = groups_of(limits.cp_sizes), set()
     own = []
     for of_ranks in LENGTHS:
         first = sum(map(len, of_ranks[: groups.rank]))
-        own.append(on_device(starmap(document, enumerate(of_ranks[groups.rank], first))))
+        own.append(iter(on_device(starmap(document, enumerate(of_ranks[groups.rank], first)))))
     steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
     for step, of_ranks in zip(steps, LENGTHS, strict=True):
         lengths = [length for of_rank in of_ranks for length in of_rank]
@@ -129,28 +129,20 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
         with pytest.raises(ValueError, match=message):
             next(steps)
-    # Bug: it raised alone, and the others waited.
-    read = map(mock.Mock(side_effect=OSError("no such file")) if rank == 2 else on_device, [one])
-    steps = ScheduledSteps(read, limits=limits, groups=groups, config=CONFIG, device=device())
-    with pytest.raises(ValueError, match=r"^rank 2: OSError: no such file$"):
-        next(steps)
+    # Bugs: what cannot be read, or is a list of numbers, raised alone, and the others waited.
+    unread: Any = mock.Mock(side_effect=OSError("no such file"))
+    for read, message in (
+        (unread, "OSError: no such file"),
+        (lambda _: [{"tokens": [1, 2]}], "AttributeError: 'list' object has no attribute 'dtype'"),
+    ):
+        own = map(read if rank == 2 else on_device, [one])
+        steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
+        with pytest.raises(ValueError, match=f"^rank 2: {message}$"):
+            next(steps)
     other = limits.replace(max_packed_seqs=4 + rank // 3)
     steps = ScheduledSteps([on_device(one)], limits=other, groups=groups, config=CONFIG, device=device())
     with pytest.raises(ValueError, match=r"^max_packed_seqs: expected .*, got 4 on rank 0, .*, 5 on rank 3$"):
         next(steps)
-
-
-@on_ranks(2)
-def test_documents_of_no_tensors_are_an_error_on_every_rank_and_an_iterator_of_them_is_dealt() -> None:
-    """Bugs: a list of numbers raised on its rank, an iterator once it was dealt, and the other one waited."""
-    rank, groups = distributed.get_rank(), groups_of((1, 2))
-    limits = ScheduleLimits(ranks=2, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
-    good = on_device([document(0, 5)])
-    steps: Any = [iter(good), [{"tokens": [1, 2]}] if rank else good]
-    dealt = ScheduledSteps(steps, limits=limits, groups=groups, config=CONFIG, device=device())
-    assert [batch.tensors["tokens"].numel() for batch in next(dealt)] == [5]
-    with pytest.raises(ValueError, match=r"^rank 1: AttributeError: 'list' object has no attribute 'dtype'$"):
-        next(dealt)
 
 
 def test_what_cannot_be_trained_is_an_error() -> None:

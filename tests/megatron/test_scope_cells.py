@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every cell of docs/scopes.md on a GPU, of layers of Transformer Engine or with real Mamba mixers. Each kind
-of model under each set of scopes that is legal there. Other layers: test_model_bits.py."""
+"""Legal cells of docs/scopes.md on a GPU, of Transformer Engine or real mixers. Rest: test_model_bits.py."""
 
 import dataclasses
 import importlib.util

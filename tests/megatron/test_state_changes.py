@@ -257,13 +257,6 @@ def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair:
     assert pair.costs(rig.ONE) == {}  # as it was captured first
 
 
-def test_watch_says_what_it_expects() -> None:
-    with pytest.raises(TypeError, match=r"watch\(\): expected a torch.nn.Module, got int"):
-        megagraph.watch(5, key=lambda: 1)
-    with pytest.raises(TypeError, match=r"watch\(\): key: expected a function without arguments, got int"):
-        megagraph.watch(torch.nn.Identity(), key=5)
-
-
 OF_LOSSES = ("moe_grad_scale_func", "mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func")
 
 

@@ -70,8 +70,7 @@ EXPERTS = {"make": moe_rig.ExpertTrainer, "kinds": "E-", **moe_rig.CASES["shared
 def test_what_nobody_holds_of_a_step_that_raised_is_gone_before_the_next_one(
     scopes: tuple[str, ...], broken: Break, model: dict[str, Any]
 ) -> None:
-    """Bugs: garbage stayed after a call outside of any schedule, and what layers keep of a call for a step
-    longer: a slot stayed taken, and where graphs hold collectives that was an error."""
+    """Bugs: garbage stayed after a call outside of any schedule, a slot stayed taken for a step longer."""
     pair = rig.Pair(plugin={"cuda_graph_modules": scopes}, **model)
     pair.step(rig.ONE, rig.TWO, times=3)
     before = pair.report()["eager"]

@@ -126,8 +126,7 @@ def test_canonical_packs_have_unpatched_bits(max_seqlen: int, fused_rope: bool, 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: float) -> None:
-    """Bug: with sequence parallelism the block's random stream was swapped in once more for the capture, and
-    no layer, each with a kernel that draws without effect, was captured."""
+    """Bug: with sequence parallelism the block's random stream was swapped in twice, no layer captured."""
     transformer = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
     transformer |= {"apply_rope_fusion": True, "hidden_dropout": dropout}
     given = {"make": partial(parallel_jobs.model, engine=True), "config": transformer, "num_steps": 4}

@@ -37,11 +37,8 @@ def _baked(chunk: Any) -> None:
     _captured_as(chunk.decoder.layers[1].mlp, lambda out: out * 1.5)
 
 
-def test_a_layer_whose_graph_is_wrong_is_named_runs_eager_and_gets_none_again(
-    caplog: Any,
-) -> None:
-    """Bug: memory that moves while graphs are suspended costs no eager step, so there was no example, and the
-    wrong graph was used; later one was captured whenever memory had moved."""
+def test_a_layer_whose_graph_is_wrong_is_named_runs_eager_and_gets_none_again(caplog: Any) -> None:
+    """Bugs: once memory moved in a suspension the wrong graph was used, unverified, or captured again."""
     pair = rig.Pair(prepare=_baked)
     pair.step(rig.ONE, rig.TWO, times=4)
     pair.evaluate(rig.ONE, rig.TWO)
@@ -107,9 +104,7 @@ def test_without_verification_it_would_replay(install: rig.Install) -> None:
 SMALL, LARGE = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=tokens) for tokens in (32, 64))
 
 
-def test_every_capacity_is_verified_on_a_micro_batch_of_its_own_or_named(
-    install: rig.Install,
-) -> None:
+def test_every_capacity_is_verified_on_a_micro_batch_of_its_own_or_named(install: rig.Install) -> None:
     """Bug: the last micro-batch of a warm-up was kept alone, which smaller capacities do not hold."""
 
     def report_after(*micros: rig.Micro) -> dict[str, Any]:
@@ -290,9 +285,7 @@ def test_nothing_is_captured_while_autograd_looks_for_anomalies(trainer: Trainer
     rig.ran(rig.report_of(trainer), 2 * rig.LAYERS, WARMING_UP=3 * rig.LAYERS)
 
 
-def test_graphs_that_an_evaluation_finds_due_are_compared_beside_earlier_gradients(
-    pair: rig.Pair,
-) -> None:
+def test_graphs_that_an_evaluation_finds_due_are_compared_beside_earlier_gradients(pair: rig.Pair) -> None:
     """Bug: they were used unverified. Megatron's FP32 optimizer leaves `main_grad` in `.grad` until then."""
 
     def scored_and_trained(trainer: Trainer) -> rig.Step:

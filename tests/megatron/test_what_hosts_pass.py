@@ -122,8 +122,7 @@ hot = partial(marked, temperature=3.0)
 
 
 def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: rig.Install) -> None:
-    """And changes nothing: `tokens_per_sample` is for a loss of experts; `seq_idx` is below. Bug: the
-    canonical pack was made of the class's fields alone."""
+    """And changes nothing; `seq_idx` is below. Bug: canonical packs were made of the class's fields alone."""
     trainer = trained(install)
     before, expected = rig.report_of(trainer)["replays"], call(trainer).clone()
     params = rig.ONE.params(trainer.device)
@@ -162,13 +161,8 @@ def test_a_pack_that_is_put_behind_the_models_forward_is_the_layers(is_other: bo
 
     def another(given: dict[str, Any]) -> dict[str, Any]:
         pack = given["packed_seq_params"]
-        ends, longest = pack.cu_seqlens_q[[0, -1]], rig.ONE.physical
-        whole = {
-            "cu_seqlens_q": ends,
-            "cu_seqlens_kv": ends,
-            "max_seqlen_q": longest,
-            "max_seqlen_kv": longest,
-        }
+        whole = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), pack.cu_seqlens_q[[0, -1]])
+        whole |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), rig.ONE.physical)
         return {**given, "packed_seq_params": dataclasses.replace(pack, **(whole if is_other else {}))}
 
     for trainer in pair.both:
@@ -342,8 +336,7 @@ def test_a_rotary_table_that_is_written_is_read_anew(mode: str, install: rig.Ins
 
 
 def test_a_table_that_equalled_the_captures_is_compared_again_once_either_is_written() -> None:
-    """Bug: it was known by identity: with other frequencies in the same memory the old ones replayed. So was
-    the table of the capture itself, of which graphs have read what was made."""
+    """Bug: both were known by identity: with other frequencies in the same memory the old ones replayed."""
     captured = torch.linspace(0, 1, 8)
     constants = Constants({"rotary_pos_emb": captured})
     own = captured.clone()

@@ -73,10 +73,6 @@ def test_random_streams_are_swapped_outside_of_a_stream_capture_only(
         calls.append(f"fork {name}")
         yield
 
-    def get_all() -> str:
-        calls.append("get")
-        return "states"
-
     def now() -> list[Any]:
         """Megatron's functions that swap random streams."""
         tracker = streams.CudaRNGStatesTracker
@@ -91,7 +87,7 @@ def test_random_streams_are_swapped_outside_of_a_stream_capture_only(
         return [*calls], states
 
     monkeypatch.setattr(streams.CudaRNGStatesTracker, "fork", fork)
-    monkeypatch.setattr(streams, "_get_all_rng_states", get_all)
+    monkeypatch.setattr(streams, "_get_all_rng_states", lambda: calls.append("get") or "states")
     monkeypatch.setattr(streams, "_set_all_rng_states", lambda *states: calls.append(f"set {len(states)}"))
     monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: graph_safe)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""launch.py MODULE ARGUMENTS: `python -m MODULE ARGUMENTS`, on a machine without a GPU. Keeps the weights
-after each step of any optimizer, in the file that KEEP names."""
+"""launch.py MODULE ARGUMENTS: as `python -m`, without a GPU. Keeps each step's weights in the file KEEP."""
 
 import os
 import runpy

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's actor and its reference without Ray and rollout: old log-probabilities, a reference's, an update. By
-the worker's own methods, and from its own configuration."""
+"""verl's actor and its reference without Ray and rollout: by the worker's methods and configuration."""
 
 import sys
 
