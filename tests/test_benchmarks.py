@@ -78,8 +78,6 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
         for hidden, name in itertools.product(BENCHMARKS["capture"].HIDDEN, BENCHMARKS["capture"].CAPACITIES)
     },
 }
-
-
 Measured = Callable[[str], tuple[Figure, ...]]
 
 

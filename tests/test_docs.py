@@ -15,6 +15,8 @@ from megagraph.reasons import EagerReason
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+SCOPES, PERFORMANCE = ROOT / "docs" / "scopes.md", ROOT / "docs" / "performance.md"
+UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
@@ -85,9 +87,6 @@ def test_the_site_has_every_page_and_the_readme_leads_to_it() -> None:
     assert {named(path) for path in DOCS if path.parent.name == "docs"} <= linked
 
 
-SCOPES = ROOT / "docs" / "scopes.md"
-
-
 def test_long_pages_are_read_to_their_end() -> None:
     """`.ci/sizes` bounds the README and all pages together."""
     for page, most in (("scopes", 9_000), ("architecture", 14_000), ("expert_parallel", 5_000)):
@@ -152,10 +151,6 @@ def figures_of(name: str) -> dict[tuple[str, str | None], dict[str, Any]]:
     """Figures of a result, by name and rival."""
     figures = json.loads(read(ROOT / "benchmarks" / "results" / f"{name}.json"))["figures"]
     return {(it["name"], it["rival"]): it for it in figures}
-
-
-PERFORMANCE = ROOT / "docs" / "performance.md"
-UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
 
 
 def test_the_readme_and_the_page_of_figures_tell_of_one_recorded_run() -> None:

@@ -28,6 +28,7 @@ from megagraph.log import about, log, rank
 
 build_info = importlib.import_module("megagraph._build_info")
 INSTALLED = metadata.version("torch")
+Build = Callable[[], SimpleNamespace]
 
 
 def test_a_core_for_another_torch_names_both_and_its_build_is_no_other(monkeypatch: MonkeyPatch) -> None:
@@ -116,9 +117,6 @@ def test_an_sdist_holds_every_source_and_the_license_and_no_tests_and_nothing_bu
         'Requires-Dist: megatron-core<0.20,>=0.16; extra == "megatron"',
         "Classifier: Programming Language :: Python :: 3.13",
     } <= {*info.splitlines()}
-
-
-Build = Callable[[], SimpleNamespace]
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ MODEL: dict[str, Any] = {
 }
 IDLE = MODEL | {"model": "Idle", "calls": 0, "replays": 0, "eager": {}, "capacities": []}
 IDLE |= {"capture_seconds": 0.0, "replayed_rows": 0, "padding_share": None}
+LEASES = {"stage 0": [[0, True, 1.0, 4.0], [1, False, 2.0, None]]}
 
 
 def shown(reports: Sequence[dict[str, Any]]) -> str:
@@ -273,9 +274,6 @@ def test_malformed_reports_say_what_is_wrong(tmp_path: Path, capsys: Any, conten
     out, err = capsys.readouterr()
     assert out == "" and str(path) in err
     assert not message or err.startswith(f"megagraph report: {path}: {message}")
-
-
-LEASES = {"stage 0": [[0, True, 1.0, 4.0], [1, False, 2.0, None]]}
 
 
 def test_leases_are_read_from_the_files_of_all_stages_and_wrong_ones_are_named(tmp_path: Path) -> None:

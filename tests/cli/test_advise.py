@@ -175,13 +175,12 @@ ON_GPU = torch.cuda.is_available()
 ENDLESS = TRAINING.replace("(documents, 64, 6)", "(itertools.cycle(documents), 64, 6)").replace(
     "import sys", "import itertools, sys"
 )
-ENDED = "open(__file__ + '.end', 'w').close()"
 
 
 def run(files: Files, code: int, script: str, *words: str, steps: str = "60") -> dict[str, Any]:
     out, path = files.folder / "out.json", files.script(script)
     command = ["advise", "--steps", "27", "--json", str(out), "--config", str(files.toml()), *words]
-    assert main([*command, str(path), steps, ENDED]) == code
+    assert main([*command, str(path), steps, "open(__file__ + '.end', 'w').close()"]) == code
     return json.loads(out.read_text())
 
 

@@ -61,9 +61,6 @@ def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys:
     assert remedy in shown and "layer 3: a hook" in shown and "30 (30.0%)" in shown
 
 
-HOOK = f"{MADE}        trainer.chunk.decoder.layers[1].register_forward_hook(lambda *given: None)\n"
-
-
 def rehearsed(files: Files, capsys: pytest.CaptureFixture[str], script: str, code: int) -> dict[str, Any]:
     out = files.folder / "out.json"
     command = ["doctor", "--json", str(out), "--config", str(files.toml()), str(files.script(script)), "9"]
@@ -83,7 +80,8 @@ def test_a_script_runs_one_step_and_its_layers_are_told_apart(files: Files, caps
     least, most = model["pool_bytes"]
     assert 0 < least <= most
 
-    half = rehearsed(files, capsys, TRAINING.replace(MADE, HOOK), 0)
+    hook = f"{MADE}        trainer.chunk.decoder.layers[1].register_forward_hook(lambda *given: None)\n"
+    half = rehearsed(files, capsys, TRAINING.replace(MADE, hook), 0)
     (model,) = half["rehearsed"]
     assert half["verdict"] == "1 of 2 layers would be graphed"
     assert model["graphed"] == ["layer 0 (TransformerLayer)"]

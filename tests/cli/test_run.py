@@ -219,16 +219,17 @@ def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
     assert json.loads(written)["models"] == [] and said.startswith(expected)
 
 
-UNINSTALL = "import megagraph; megagraph.uninstall()"
-SEVEN = TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)")  # documents in a pack
-RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
-
-
 def test_a_run_ends_with_what_was_replayed_or_why_that_is_not_known(files: Files, capsys: Any) -> None:
+    seven = TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)")  # documents in a pack
+    raise_it = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
     for script, toml, said in (
-        (UNINSTALL, "", "nothing is known: the script has called uninstall()"),
+        (
+            "import megagraph; megagraph.uninstall()",
+            "",
+            "nothing is known: the script has called uninstall()",
+        ),
         ("pass", "mode = 'off'", "nothing is known: mode is off"),
-        (SEVEN, "", f"60 % of layer calls replayed; 20 % eager, {RAISE_IT}"),
+        (seven, "", f"60 % of layer calls replayed; 20 % eager, {raise_it}"),
     ):
         assert run("--config", files.toml(TOML + toml), files.script(script), "5", "pass") == 0
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: {said}")

@@ -31,6 +31,7 @@ SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather":
 EXPERTS = {"transformer": moe_rig.BASE, "plugin": {"cuda_graph_modules": ("attn", "moe_router")}}
 OVERLAPS = {**moe_rig.BASE, "moe_z_loss_coeff": None, "overlap_moe_expert_parallel_comm": True}
 OVERLAPPED = {**EXPERTS, "transformer": OVERLAPS}
+Make = Callable[..., pipeline_jobs.Pair]
 Training = tuple[int, dict[str, Any]]  # of how many ranks
 
 
@@ -175,9 +176,6 @@ OTHERS = [*schedules(4, 1, 2), *schedules(4, 2, 1, 3), *schedules(8, 4, 0, 1, 2,
 def packs(count: int, seed: int) -> list[rig.Micro]:
     lengths = (pipeline_jobs.SHAPES[(place + seed) % len(pipeline_jobs.SHAPES)] for place in range(count))
     return [rig.Micro(lengths=each, seed=100 * seed + place) for place, each in enumerate(lengths)]
-
-
-Make = Callable[..., pipeline_jobs.Pair]
 
 
 @pytest.fixture

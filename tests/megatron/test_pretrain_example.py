@@ -141,7 +141,6 @@ ARGUMENTS = (
     "--ckpt-format torch --no-save-rng --no-load-rng"
 )
 
-
 Pretrain = Callable[[str], dict[str, str]]
 
 

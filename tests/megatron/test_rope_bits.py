@@ -285,8 +285,6 @@ def test_frequencies_past_the_pack_never_reach_a_result(pair: rig.Pair) -> None:
 
 # -- a host's RoPE for them, as mcore-bridge has it ------------------------------------------------
 
-SCALING = 1.25
-
 
 def _apply(original: Any, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **further: Any) -> Any:
     if freqs.shape[0] != t.shape[0]:
@@ -302,7 +300,7 @@ class ScalingLayer(TransformerLayer):
         plain = rope_utils._apply_rotary_pos_emb_bshd
 
         def scaling(*args: Any, **given: Any) -> Tensor:
-            return plain(*args, **{**given, "mscale": SCALING})
+            return plain(*args, **{**given, "mscale": 1.25})
 
         with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", scaling):
             return super().forward(*args, **given)

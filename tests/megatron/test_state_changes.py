@@ -257,15 +257,13 @@ def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair:
     assert pair.costs(rig.ONE) == {}  # as it was captured first
 
 
-OF_LOSSES = ("moe_grad_scale_func", "mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func")
-
-
 def test_scales_of_further_losses_and_what_is_left_out_by_name_keep_nothing_eager(pair: rig.Pair) -> None:
     """Schedules alone ask for the former, new functions in each step; the latter is reported."""
+    names = "moe_grad_scale_func", "mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func"
     for trainer in pair.both:
         trainer.chunk.decoder.layers[0].current_microbatch = 0
     for index in range(6):
-        for trainer, name in itertools.product(pair.both, OF_LOSSES):
+        for trainer, name in itertools.product(pair.both, names):
             setattr(trainer.chunk.config, name, lambda *_given: torch.ones(1))
         pair.graphed.chunk.decoder.layers[0].current_microbatch = max(index - 2, 0)
         pair.step(rig.ONE)

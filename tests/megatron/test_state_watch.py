@@ -21,6 +21,9 @@ from megagraph import _C
 from megagraph.packs.ops import TailConvention
 
 Do = Callable[[Any], Any]
+CAN_TELL = sys.version_info >= (3, 12)  # changes of dictionaries
+ONE, FROZEN = nn.Identity(), nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+HELD = torch.zeros(3)
 
 
 class Layer(nn.Module):
@@ -122,9 +125,6 @@ class Initialization:
     further: list[int] = field(default_factory=list)
 
 
-CAN_TELL = sys.version_info >= (3, 12)  # changes of dictionaries
-
-
 def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
     layer: Any = Layer()
     layer.table = {"inner": (inner := {"scale": 1.0})}
@@ -183,10 +183,6 @@ class CallableOptions(Options):
 
     def __call__(self) -> float:
         return self.scale
-
-
-ONE, FROZEN = nn.Identity(), nn.Parameter(torch.zeros(3, 3), requires_grad=False)
-HELD = torch.zeros(3)
 
 
 class Lower(Layer):

@@ -58,6 +58,7 @@ NOTICED = {
     **{"SIGNATURE_CHANGED": "mode", "RECOMPUTING": "hooks"},
 }
 NOTE = "of nobody's"
+WHY = {"note": r"STATE_CHANGED; changed: layer 1.mlp: note nothing -> \"of nobody's\"", "skip": "DISABLED"}
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -156,9 +157,6 @@ def trained(*, met: bool) -> tuple[Trainer, Any, Sequence[rig.Micro]]:
         rig.step(trainer, micros)
     trainer.zero_grad()  # or their `.grad` keeps micro-batches eager
     return trainer, holder, micros
-
-
-WHY = {"note": r"STATE_CHANGED; changed: layer 1.mlp: note nothing -> \"of nobody's\"", "skip": "DISABLED"}
 
 
 @pytest.mark.parametrize("how", WHY)

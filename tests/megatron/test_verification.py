@@ -101,14 +101,12 @@ def test_without_verification_it_would_replay(install: rig.Install) -> None:
     rig.ran(rig.report_of(trainer), 2 * 2 * rig.LAYERS, verified=0, WARMING_UP=2 * rig.LAYERS)
 
 
-SMALL, LARGE = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=tokens) for tokens in (32, 64))
-
-
 def test_every_capacity_is_verified_on_a_micro_batch_of_its_own_or_named(install: rig.Install) -> None:
     """Bug: the last micro-batch of a warm-up was kept alone, which smaller capacities do not hold."""
+    small, large = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=tokens) for tokens in (32, 64))
 
     def report_after(*micros: rig.Micro) -> dict[str, Any]:
-        install(capacities=(SMALL, LARGE))
+        install(capacities=(small, large))
         trainer = rig.ModelTrainer()
         rig.step(trainer, micros, times=3)
         report = rig.report_of(trainer)
@@ -121,7 +119,7 @@ def test_every_capacity_is_verified_on_a_micro_batch_of_its_own_or_named(install
     report = report_after(rig.TWO)
     figures = report["verification"]
     assert (figures["verified"], figures["unverified"]) == (1, 1) and report["replays"]
-    told = {"variant": f"training, {SMALL}", "why": "no micro-batch that fits was kept"}
+    told = {"variant": f"training, {small}", "why": "no micro-batch that fits was kept"}
     sites = [f"layer {layer} (TransformerLayer)" for layer in range(rig.LAYERS)]
     assert figures["unverified_sites"] == [{**told, "site": site} for site in sites]
 

@@ -35,6 +35,9 @@ NEEDS_EXTRACTION = pytest.mark.skipif(
     "extract_layer_indices" not in inspect.signature(TransformerBlock.forward).parameters,
     reason="this release of megatron-core has no extract_layer_indices",
 )
+has_seq_idx = pytest.mark.skipif(
+    not hasattr(PackedSeqParams, "seq_idx"), reason="this release has no seq_idx"
+)
 
 
 def trained(install: rig.Install, **changes: Any) -> Trainer:
@@ -290,15 +293,13 @@ def test_what_keeps_a_capture_from_every_step_is_said_once(pair: rig.Pair) -> No
     assert report["failures"] == ["nothing is captured: each step begins under RECOMPUTING"]
 
 
-class Strict(nn.Module):
-    """Somebody's, anywhere in the process."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise KeyError(name)
-
-
 def test_a_search_for_a_ddp_runs_no_code_of_other_modules() -> None:
     """Bug: what it raised ended the first call of a model outside of a schedule."""
+
+    class Strict(nn.Module):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
     strict = Strict()
     assert find_ddp([], strict) is None
 
@@ -369,10 +370,6 @@ def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install:
 
 
 # -- packs that say of each row which document it is of: layers that read it are in test_model_bits.py ---
-
-has_seq_idx = pytest.mark.skipif(
-    not hasattr(PackedSeqParams, "seq_idx"), reason="this release has no seq_idx"
-)
 
 
 @has_seq_idx
