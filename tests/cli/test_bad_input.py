@@ -73,7 +73,7 @@ report deep.json -> deep.json: expected JSON,
 """
 # MEGAGRAPH_..., and what is said after `environment: `.
 VARIABLES = """
-MOED=eager -> unknown option 'MEGAGRAPH_MOED'; choose from MEGAGRAPH_CAPACITIES,
+MOED=eager -> unknown option 'MEGAGRAPH_MOED'; choose from MEGAGRAPH_CAPACITIES, MEGAGRAPH_
 MODE=fast -> MEGAGRAPH_MODE: expected one of graph, eager, off, got 'fast'
 CAPACITIES={big}:8 -> MEGAGRAPH_CAPACITIES: '{big}:8': tokens: expected at most 2147483647, got {big}
 CUDA_GRAPH_MAX_PACKED_SEQS=8 -> MEGAGRAPH_CUDA_GRAPH_MAX_PACKED_SEQS and max_seqlen_per_dp_cp_rank: expected
@@ -94,7 +94,7 @@ install({{"mode": "eager"}}) -> install(): expected megagraph.GraphConfig(...), 
 install(name=7) -> install(): name: expected text or a function of a model, got 7
 install(name="") -> install(): name: expected text or a function of a model, got ''
 watch(5, key=len) -> watch(): expected a torch.nn.Module, got int
-watch(__import__("torch").nn.Identity(), key=5) -> watch(): key: expected a function without arguments,
+watch(__import__("torch").nn.Module(), key=5) -> watch(): key: expected a function without arguments, got int
 install(GraphConfig(report="folder")) -> report: expected a file, folder is a folder
 install("text.txt") -> text.txt: expected TOML,
 install("gone.toml") -> gone.toml: expected TOML, No such file or directory
