@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import itertools
 import logging
 import os
 import time
@@ -54,7 +55,7 @@ class Campaign:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._run: Callable[[Scenario], Outcome] = run
-        self._outcomes: list[tuple[Scenario, Outcome]] = []
+        self._outcomes: list[Outcome] = []
         self._failed: list[int] = []  # seeds
 
     def run(self) -> int:
@@ -77,20 +78,19 @@ class Campaign:
         return int(bool(self._failed))
 
     def _seeds(self) -> None:
-        start, seconds, seed = time.monotonic(), self._options.seconds, self._options.seed
+        start, seconds = time.monotonic(), self._options.seconds
         with Progress() as bar:
             task = bar.add_task("", total=seconds)
-            while True:
+            for seed in itertools.count(self._options.seed):
                 bar.update(task, description=f"seed {seed}: {self._summary()}")
                 self._one(draw(seed, self._options.events, self._options.ranks))
                 bar.update(task, completed=time.monotonic() - start)
-                seed += 1
                 if time.monotonic() - start >= seconds:
                     return
 
     def _one(self, scenario: Scenario) -> None:
         outcome = self._run(scenario)
-        self._outcomes.append((scenario, outcome))
+        self._outcomes.append(outcome)
         if not outcome.has_failed:
             return
         self._failed.append(scenario.seed)
@@ -112,10 +112,10 @@ class Campaign:
 
     def _unfinished(self) -> Counter[str]:
         """Scenarios that ended before their last event and are no failure, by what ended them."""
-        return Counter(str(it.failure) for _, it in self._outcomes if it.failure and not it.has_failed)
+        return Counter(str(it.failure) for it in self._outcomes if it.failure and not it.has_failed)
 
     def _summary(self) -> str:
-        outcomes = [it for _, it in self._outcomes]
+        outcomes = self._outcomes
         events = sum(it.done.total() for it in outcomes)
         share = 100 * sum(it.replays for it in outcomes) / max(sum(it.calls for it in outcomes), 1)
         return f"{len(outcomes)} scenarios, {events} events, {share:.0f} % replayed"

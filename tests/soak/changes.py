@@ -128,14 +128,10 @@ def switches_adapters(trainer: Trainer) -> Undo:
 def steers(trainer: Trainer) -> Undo:
     """By a variable that no guard sees, and that is named to the plugin."""
     layer, strength = first(trainer), 0.5
-    undo = sets("forward", scaled(layer.forward, lambda: strength), first)(trainer)
-    handle = megagraph.watch(layer, key=lambda: strength)
-
-    def back() -> None:
-        handle.remove()
-        undo()
-
-    return back
+    back = contextlib.ExitStack()
+    back.callback(sets("forward", scaled(layer.forward, lambda: strength), first)(trainer))
+    back.callback(megagraph.watch(layer, key=lambda: strength).remove)
+    return back.close
 
 
 CHANGES: dict[str, Do] = {

@@ -126,26 +126,18 @@ KINDS: dict[str, Kind] = {
     "own forwards": Kind(make=partial(HostTrainer, OwnModel, OwnBlock)),
     "shared parameter": Kind(make=_prepared(_shares_a_parameter), reasons=_SHARED),
     "foreign parameter": Kind(make=_prepared(_reads_a_foreign_parameter), reasons=_SHARED),
-    "experts": Kind(
-        make=_experts,
-        scopes=(("attn",), ("mlp",), ("attn", "moe_router"), ("attn", "moe_router", "mlp")),
-        has=_EXPERTS,
-        layouts=frozenset({"ep", "dp"}),
-    ),
-    "biased experts": Kind(
-        make=partial(_experts, config={**moe_rig.BIAS, **moe_rig.SHARED}),
-        scopes=(("attn",), ("attn", "moe_router")),
-        has=_EXPERTS,
-    ),
-    "padded experts": Kind(
-        make=partial(_experts, config=moe_rig.PADS),
-        scopes=(("attn", "moe"), ("attn", "moe_router", "moe_preprocess"), ("attn", "moe_router")),
-        has=_EXPERTS,
-    ),
-    "grouped experts": Kind(
-        make=partial(_experts, is_grouped=True), scopes=((), ("attn", "moe_router")), has=_EXPERTS
-    ),
 }
+_ATTN, _ROUTED, _PREPROCESSED = _SPLIT
+_OF_EXPERTS: dict[str, tuple[dict[str, Any], tuple[Scopes, ...], set[str]]] = {
+    "experts": ({}, (_ATTN, ("mlp",), _ROUTED, (*_ROUTED, "mlp")), {"ep", "dp"}),
+    "biased experts": ({"config": {**moe_rig.BIAS, **moe_rig.SHARED}}, (_ATTN, _ROUTED), set()),
+    "padded experts": ({"config": moe_rig.PADS}, (("attn", "moe"), _PREPROCESSED, _ROUTED), set()),
+    "grouped experts": ({"is_grouped": True}, ((), _ROUTED), set()),
+}
+for _name, (_given, _scopes, _layouts) in _OF_EXPERTS.items():
+    KINDS[_name] = Kind(
+        make=partial(_experts, **_given), scopes=_scopes, has=_EXPERTS, layouts=frozenset(_layouts)
+    )
 _OVERLAPPED: dict[str, dict[str, Any]] = {
     "overlapped experts": {},
     "overlapped shared experts": moe_rig.SHARED,
@@ -180,8 +172,8 @@ if seams.hybrid_seams():
     )
 for _name in MLA_KINDS:
     # The table of one is made on a GPU.
-    _layouts = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
-    KINDS[f"MLA: {_name}"] = Kind(make=partial(ModelTrainer, mla=_name), layouts=_layouts)
+    _of_mla = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
+    KINDS[f"MLA: {_name}"] = Kind(make=partial(ModelTrainer, mla=_name), layouts=_of_mla)
 if ON_GPU:
     KINDS["engine"] = Kind(make=lambda **given: ModelTrainer(spec=te_layer_spec(), **given))
 KINDS = {name: Kind(**{**vars(kind), "make": seeded(kind.make)}) for name, kind in KINDS.items()}
