@@ -35,17 +35,6 @@ def config(normalization: str = "LayerNorm", **changes: Any) -> Any:
     return SimpleNamespace(normalization=normalization, **{**fields, **changes})
 
 
-def pair(normalization: str, dtype: torch.dtype) -> tuple[Norm, nn.Module]:
-    """Ours and torch's, with the same random parameters."""
-    ours = Norm(config(normalization), HIDDEN, eps=EPS)
-    theirs = TORCH[normalization](HIDDEN, eps=EPS)
-    torch.manual_seed(3)
-    for param in theirs.parameters():
-        nn.init.normal_(param)
-    ours.load_state_dict(theirs.state_dict())
-    return ours.to(DEVICE, dtype), theirs.to(DEVICE, dtype)
-
-
 def results(norm: nn.Module, hidden_states: Tensor) -> list[Tensor]:
     """The output, the input's gradient and those of the parameters."""
     given = hidden_states.clone().requires_grad_()
@@ -58,9 +47,13 @@ def results(norm: nn.Module, hidden_states: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(7, 1, HIDDEN), (5, 4, 3, HIDDEN), (0, 1, HIDDEN)], ids=str)
 def test_it_has_torchs_bits(normalization: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    ours, theirs = pair(normalization, dtype)
+    ours, theirs = Norm(config(normalization), HIDDEN, eps=EPS), TORCH[normalization](HIDDEN, eps=EPS)
+    torch.manual_seed(3)
+    for param in theirs.parameters():
+        nn.init.normal_(param)
+    ours.load_state_dict(theirs.state_dict())
     hidden_states = 3 * torch.randn(shape, device=DEVICE, dtype=dtype) + 1
-    assert_same_bits(results(ours, hidden_states), results(theirs, hidden_states))
+    assert_same_bits(*(results(norm.to(DEVICE, dtype), hidden_states) for norm in (ours, theirs)))
 
 
 @each_kind

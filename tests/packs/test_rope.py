@@ -6,6 +6,7 @@ import gc
 import itertools
 import operator
 import weakref
+from functools import reduce
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -80,14 +81,6 @@ def random_grads(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> li
     return [torch.randn(rows, heads, dim, device=device).to(dtype) for dim in dims]
 
 
-def summed(grads: Tensor) -> Tensor:
-    """Over heads, in their order, in float32. [T, H, R] to [T, 1, R]."""
-    total = torch.zeros_like(grads[:, :1], dtype=torch.float32)
-    for head in range(grads.size(1)):
-        total += grads[:, head : head + 1].float()
-    return total.to(grads.dtype)
-
-
 _BITS = {torch.bfloat16: (8, -125), torch.float16: (11, -13), torch.float32: (24, -125)}
 
 
@@ -137,13 +130,14 @@ def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, 
         q, kv, k_pe = (t[:rows] for t in all_rows)
         dq, dk, dv = (t[:rows] for t in grads)
         key = fused_reference(k_pe, c, s, backward=False).expand(-1, heads, -1)
+        summed = reduce(torch.add, dk[..., content:].float().split(1, 1))  # over heads, in their order
         expected = [
             torch.cat((q[..., :content], fused_reference(q[..., content:], c, s, backward=False)), -1),
             torch.cat((kv[..., :content], key), -1),
             kv[..., content:],
             torch.cat((dq[..., :content], fused_reference(dq[..., content:], c, s, backward=True)), -1),
             torch.cat((dk[..., :content], dv), -1),
-            fused_reference(summed(dk[..., content:]), c, s, backward=True),
+            fused_reference(summed.to(dtype), c, s, backward=True),
         ]
         actual = run(*all_rows, grads, cos, sin, offsets(lengths, device), v_dim=value, **rank)
         for ours, theirs in zip(actual, expected, strict=True):
@@ -176,10 +170,8 @@ def test_gradcheck(device: str) -> None:
         for heads, dim in ((3, 12), (2, 10), (1, 8))
     ]
 
-    def turn(q: Tensor, kv: Tensor, k_pe: Tensor) -> tuple[Tensor, ...]:
-        return rope_mla(q * 1, kv, k_pe, (cos, sin, offsets([4, 0, 3], device)), v_dim=6)
-
-    assert torch.autograd.gradcheck(turn, leaves)
+    how = cos, sin, offsets([4, 0, 3], device)
+    assert torch.autograd.gradcheck(lambda q, *keys: rope_mla(q * 1, *keys, how, v_dim=6), leaves)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -377,9 +369,7 @@ def test_many_heads_have_the_bits_of_each(device: str, layout: str, dim: int, he
 def test_tables_are_made_once_for_each_frequencies_dtype_and_mscale() -> None:
     tables, both = RotaryTables(), [frequencies(), frequencies()]
     keys = [*itertools.product(range(2), (torch.float32, torch.bfloat16), (1.0, 1.2))]
-    once, again = (
-        [table for index, *of in keys for table in tables.tables(both[index], *of)] for _ in range(2)
-    )
+    once, again = ([it for index, *of in keys for it in tables.tables(both[index], *of)] for _ in range(2))
     assert all(map(operator.is_, once, again)) and len({*map(id, once)}) == 2 * len(keys)
     assert RotaryTables().tables(both[0], torch.float32, 1.0)[0] is not once[0]
 
