@@ -258,6 +258,11 @@ class Pair:
         self.check_state()
         return micro_batch.reason
 
+    def evaluate(self, key: Any = "even") -> EagerReason | None:
+        """A forward without gradients through both."""
+        with torch.no_grad():
+            return self.forward(key=key, requires_grad=False).reason
+
     def replay_steps(self, count: int, **eager: int) -> None:
         """Steps in which every call replays, but for as many as are counted for each reason."""
         for _ in range(count):

@@ -33,13 +33,11 @@ def test_many_steps_with_changing_inputs_and_weights_have_the_same_bits(device: 
         assert (param.grad is None) == main_grad
 
 
-@pytest.mark.parametrize("num_frozen", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [1, 2, 3])
 @pytest.mark.parametrize("gaps", [False, True], ids=["in one go", "site by site"])
-def test_what_trains_nothing_needs_a_gradient_where_its_input_does(
-    device: str, num_frozen: int, gaps: bool
-) -> None:
+def test_what_trains_nothing_needs_a_gradient_if_its_input_does(device: str, frozen: int, gaps: bool) -> None:
     """Bug: it always did; what stays eager behind it then ran a backward that no other rank ran."""
-    layers = [layer.requires_grad_(index >= num_frozen) for index, layer in enumerate(blocks())]
+    layers = [layer.requires_grad_(index >= frozen) for index, layer in enumerate(blocks())]
     pair = Pair(device, layers, main_grad=True).capture()
     needed: list[bool] = []
 
@@ -53,7 +51,7 @@ def test_what_trains_nothing_needs_a_gradient_where_its_input_does(
         is_given, needed[:] = step % 3 == 0, []
         micro_batch = pair.forward(requires_grad=is_given, ours=ours if gaps else None)
         if gaps:
-            assert needed == [is_given or index >= num_frozen for index in range(3)]
+            assert needed == [is_given or index >= frozen for index in range(3)]
         if micro_batch.output.requires_grad:
             micro_batch.backward()
         pair.check_state()

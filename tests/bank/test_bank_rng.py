@@ -174,10 +174,7 @@ def test_generators_that_took_the_place_of_captured_ones_are_noticed(device: str
     for others in ({"dropout": same_content}, {}, {**captured, "more": torch.Generator(device)}):
         tracker.set_states(others)
         assert rng.has_other_streams()
-    for same in (
-        {**captured, "saved": rng_states(device)[-1]},
-        captured,
-    ):  # no graph draws from a saved state
+    for same in ({**captured, "saved": rng_states(device)[-1]}, captured):  # no graph draws from saved states
         tracker.set_states(same)
         assert not rng.has_other_streams()
 

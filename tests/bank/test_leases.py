@@ -57,15 +57,10 @@ def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, how: str) -> None
         DEALLOCATIONS[how](micro_batch.output)
         assert "tensor" not in pair.bank.holders()
         grad = torch.randn_like(micro_batch.eager_output)
-        # Megatron's custom_backward: the engine itself, since the shape is gone.
+        # Megatron's custom_backward: the engine itself, since the shape is gone; it keeps no graph.
         run_backward = torch.autograd.Variable._execution_engine.run_backward
-        given = {
-            "keep_graph": False,
-            "create_graph": False,
-            "allow_unreachable": True,
-            "accumulate_grad": True,
-        }
-        run_backward(tensors=(micro_batch.output,), grad_tensors=(grad.clone(),), inputs=(), **given)
+        given = {"allow_unreachable": True, "accumulate_grad": True}
+        run_backward((micro_batch.output,), (grad.clone(),), False, False, (), **given)
         assert pair.bank.all_free()
         micro_batch.eager_output.backward(grad)
         assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")

@@ -167,22 +167,17 @@ def test_an_input_of_another_signature_changes_no_state(pair: Pair, change: Chan
     assert pair.step() is None
 
 
-def evaluated(pair: Pair) -> EagerReason | None:
-    with torch.no_grad():
-        return pair.forward(key="eval", requires_grad=False).reason
-
-
 def test_the_grad_mode_belongs_to_the_signature(device: str) -> None:
-    pair = Pair(device, blocks()).capture(variant(), variant("eval", training=False))
+    pair = Pair(device, blocks()).capture(variant(), variant("even", training=False))
     with torch.no_grad():
         assert pair.forward(key="train").reason is None
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
-    micro_batch = pair.forward(key="eval")
+    micro_batch = pair.forward(key="even")
     micro_batch.backward()
     pair.check_state()
     del micro_batch
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 6}
-    assert evaluated(pair) is None
+    assert pair.evaluate() is None
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 6}
     assert pair.step() is None
 
@@ -190,17 +185,17 @@ def test_the_grad_mode_belongs_to_the_signature(device: str) -> None:
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_the_others_replay_and_the_dropped_one_is_captured_again(device: str, main_grad: bool) -> None:
     pair = Pair(device, blocks(), main_grad=main_grad)
-    both = variant(), variant("eval", training=False)
+    both = variant(), variant("even", training=False)
     pair.capture(*both)
     for _ in range(3):
-        assert pair.step() is None and evaluated(pair) is None
+        assert pair.step() is None and pair.evaluate() is None
         pair.bank.drop(["train"])
         assert pair.bank.num_graphs == 3
-        assert pair.forward().reason is EagerReason.WARMING_UP and evaluated(pair) is None
+        assert pair.forward().reason is EagerReason.WARMING_UP and pair.evaluate() is None
         pair.update_weights()
         pair.capture(both[0])
         assert pair.bank.num_graphs == 9
-    assert pair.step() is None and evaluated(pair) is None
+    assert pair.step() is None and pair.evaluate() is None
     assert pair.eager_calls() == {"WARMING_UP": 9}
     torch.use_deterministic_algorithms(False)
     assert pair.forward().reason is EagerReason.NUMERICS_CHANGED

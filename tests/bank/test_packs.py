@@ -72,37 +72,22 @@ def test_unfit_metadata_is_an_error_that_leases_nothing(device: str, make: Any, 
     assert pair.counts() == {}
 
 
-# name: specification, example, content after packs of [3, 2] and of [6]
-METADATA: dict[str, tuple[dict[str, Any], Tensor, list[list[int]]]] = {
-    "repeat the last": (
-        {"kind": Kind.OFFSETS, "source": 0},
-        torch.zeros(5, dtype=torch.int32),
-        [[0, 3, 5, 5, 5], [0, 6, 6, 6, 6]],
-    ),
-    "fill": (
-        {"kind": Kind.OFFSETS, "source": 0, "fill": 9},
-        torch.zeros(4, dtype=torch.int32),
-        [[0, 3, 5, 9], [0, 6, 9, 9]],
-    ),
-    "mask of the end": (
-        {"kind": Kind.MASK, "source": -1},
-        torch.zeros(8, dtype=torch.bool),
-        [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1]],
-    ),
-    "mask": (
-        {"kind": Kind.MASK, "source": 1},
-        torch.zeros(8, dtype=torch.bool),
-        [[0, 1, 0, 0, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0, 1, 1]],
-    ),
-    "copy": ({"kind": Kind.COPY, "source": 2}, torch.full((3,), 7), [[4, 5, 0], [4, 5, 0]]),
-    "count": ({"kind": Kind.COUNT, "source": 0, "shared": True}, torch.full((1,), 100), [[105], [111]]),
-    "constant": ({"kind": Kind.COPY, "source": -1}, torch.tensor([1, 2]), [[1, 2], [1, 2]]),
+NO_ENDS, NO_ROWS = torch.zeros(5, dtype=torch.int32), torch.zeros(8, dtype=torch.bool)
+# kind, source, example, contents after packs of [3, 2] and of [6], and what else is specified
+METADATA: dict[str, tuple[Kind, int, Tensor, list[list[int]], dict[str, Any]]] = {
+    "repeat the last": (Kind.OFFSETS, 0, NO_ENDS, [[0, 3, 5, 5, 5], [0, 6, 6, 6, 6]], {}),
+    "fill": (Kind.OFFSETS, 0, NO_ENDS[1:], [[0, 3, 5, 9], [0, 6, 9, 9]], {"fill": 9}),
+    "mask of the end": (Kind.MASK, -1, NO_ROWS, [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1]], {}),
+    "mask": (Kind.MASK, 1, NO_ROWS, [[0, 1, 0, 0, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0, 1, 1]], {}),
+    "copy": (Kind.COPY, 2, torch.full((3,), 7), [[4, 5, 0], [4, 5, 0]], {}),
+    "count": (Kind.COUNT, 0, torch.full((1,), 100), [[105], [111]], {"shared": True}),
+    "constant": (Kind.COPY, -1, torch.tensor([1, 2]), [[1, 2], [1, 2]], {}),
 }
 
 
 @pytest.mark.parametrize("name", METADATA)
 def test_staging_and_calls_that_run_eager_have_metadata_as_it_was_specified(device: str, name: str) -> None:
-    specification, example, contents = METADATA[name]
+    kind, source, example, contents, others = METADATA[name]
     example = example.clone().to(device)
     buffers: list[Tensor] = []
 
@@ -111,7 +96,7 @@ def test_staging_and_calls_that_run_eager_have_metadata_as_it_was_specified(devi
         return {}
 
     bank = new_bank([TAKES], device)
-    spec = MetadataSpec(example=example, **specification)
+    spec = MetadataSpec(kind=kind, example=example, source=source, **others)
     own, before = spec.buffer(), spec.buffer().clone()
     bank.capture([variant(rows=TOKENS, metadata={"it": spec}, end_source=0, fewer_rows=True, arguments=look)])
     mask = torch.tensor([0, 1, 0, 0, 0, 0, 0], dtype=torch.bool, device=device)
@@ -126,7 +111,7 @@ def test_staging_and_calls_that_run_eager_have_metadata_as_it_was_specified(devi
         assert not is_own or eager.long().tolist() == content
         bank.run(torch.randn(7, WIDTH, device=device), sources)
         assert buffers[0].long().tolist() == content
-    assert (buffers[0] is example) == specification.get("shared", False)
+    assert (buffers[0] is example) == others.get("shared", False)
 
 
 def test_what_staging_cannot_do_is_an_error(device: str) -> None:

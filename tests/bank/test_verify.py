@@ -265,10 +265,9 @@ def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
     assert not runs and bank.all_free()
 
 
-@pytest.mark.parametrize("growth", [1e4, 1.0])
-def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device: str, growth: float) -> None:
+def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device: str) -> None:
     """Bug: with parts between sites that stay eager they overflowed, and were infinite on both ways."""
-    grows = Applies(lambda hidden: hidden * growth - hidden.detach() * (growth - 1))
+    grows = Applies(lambda hidden: hidden * 1e4 - hidden.detach() * (1e4 - 1))
     found = verified([Baked(2.5), *[grows] * 12], device).differences
     assert "gradient of the input" in {it.tensor for it in found}
     assert {it.index for it in found} == {0}
