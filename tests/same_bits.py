@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two runs have left the same bits: one comparison, whatever they are made of."""
+"""Whether two runs have left the same bits: one comparison, whatever they are made of. And whether attention
+is as close to float64 as its roundings allow."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,22 @@ def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
     if found:
         more = f"\nand {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
         raise BitsDiffer("\n".join(found[:MOST_DIFFERENCES]) + more)
+
+
+# The error that a result may have against float64, in units of eps(dtype) * max(1, max|expected|):
+# sums of up to 300 products in float32, and FlashAttention's bfloat16 probabilities.
+ERROR_UNITS = {"cpu": 32, "cuda": 8}
+
+
+def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device: str = "cpu") -> None:
+    """Output and gradients, of which some may have a tail that is not expected."""
+    assert len(actual) == len(expected)
+    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=False):
+        if e.numel() == 0:
+            continue
+        bound = ERROR_UNITS[device] * torch.finfo(a.dtype).eps * max(1.0, e.abs().max().item())
+        error = (a[: e.size(0)].cpu().double() - e).abs().max().item()
+        assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
 
 
 def _differences(one: Any, other: Any, where: str) -> Iterator[str]:

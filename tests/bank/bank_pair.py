@@ -27,7 +27,7 @@ WIDTH = 8
 ROWS = 6
 
 Step = nn.Module | SiteSpec | EagerPart
-_banks: weakref.WeakSet[Bank] = weakref.WeakSet()
+banks: weakref.WeakSet[Bank] = weakref.WeakSet()  # of this test
 
 
 class RunningBank(Bank):
@@ -79,7 +79,7 @@ def new_bank(modules: Sequence[Step], device: str, *, num_slots: int = 1, **opti
     """A bank that poisons freed slots unless told otherwise, and that ends with its test."""
     options = {"poison": True, **options}
     bank = RunningBank(modules, device, num_slots=num_slots, options=BankOptions(**options))
-    _banks.add(bank)
+    banks.add(bank)
     return bank
 
 
@@ -91,12 +91,6 @@ def pool_bytes(steps: Sequence[Step], *variants: VariantSpec, **options: Any) ->
     held = bank.pool_bytes()
     bank.release()
     return held
-
-
-def release_banks() -> None:
-    for bank in list(_banks):
-        bank.release()
-    _banks.clear()
 
 
 class Block(nn.Module):

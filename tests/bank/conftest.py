@@ -5,14 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bank_pair import Pair, blocks, release_banks
+from bank_pair import Pair, banks, blocks
 
 
 @pytest.fixture(autouse=True)
 def surroundings(poisoned_memory: None) -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    release_banks()
+    for bank in list(banks):
+        bank.release()
+    banks.clear()
 
 
 @pytest.fixture

@@ -265,11 +265,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Rewinds:
 @REENTRANT
 @pytest.mark.parametrize(
     ("inner", "draws"),
-    [
-        (drawing, True),
-        (lambda: nn.Sequential(Block(), Recomputed(drawing(), reentrant=False)), True),
-        (Block, False),
-    ],
+    [(drawing, True), (lambda: Recomputed(drawing(), reentrant=False), True), (Block, False)],
     ids=["a dropout inside", "a dropout inside of that", "dropouts outside alone"],
 )
 def test_only_a_draw_in_what_runs_again_is_noticed(

@@ -23,7 +23,6 @@ from megagraph.cli.rehearsal import warm_up
 from megagraph.log import log
 from megagraph.reasons import EagerReason
 
-TOO_MANY = 1 << 46
 Trouble = Callable[[Tensor], object]
 
 
@@ -72,7 +71,7 @@ def leaves_a_stream_unjoined(tensor: Tensor) -> None:
 # And what is said of it beside the phase.
 ON_A_GPU: dict[str, tuple[Trouble, list[str]]] = {
     "item": (lambda tensor: tensor.sum().item(), [f"{__file__}:", "aten::_local_scalar_dense"]),
-    "out of memory": (lambda it: it.new_empty(TOO_MANY), [f"{__file__}:", "OutOfMemoryError"]),
+    "out of memory": (lambda it: it.new_empty(1 << 46), [f"{__file__}:", "OutOfMemoryError"]),
     "unjoined stream": (leaves_a_stream_unjoined, [".py:"]),
 }
 

@@ -68,12 +68,8 @@ class RouterPair(Pair):
     """Two layers of parts under a bank, and copies of them eager."""
 
     def __init__(self, device: str, *, transient: Sequence[int] = (), **options: Any) -> None:
-        super().__init__(
-            device,
-            [Router(device), Router(device)],
-            steps=lambda layers: [step for layer in layers for step in steps_of(layer, transient)],
-            **options,
-        )
+        options["steps"] = lambda layers: [step for layer in layers for step in steps_of(layer, transient)]
+        super().__init__(device, [Router(device), Router(device)], **options)
         self.capture()
         assert not self.bank.failures and not any(layer.metric.any() for layer in self.layers)
 

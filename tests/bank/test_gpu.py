@@ -419,18 +419,17 @@ def strangers(*sizes: int) -> list[Tensor]:
 
 
 def replayed(bank: Any, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    params = [param for layer in layers for param in layer.parameters()]
-    for leaf in (x, *params):
+    leaves = [x, *nn.ModuleList(layers).parameters()]
+    for leaf in leaves:
         leaf.grad = None
     out = bank.run(x)
     got = out.detach().clone()
     out.square().sum().backward()
-    return [got, *(leaf.grad for leaf in (x, *params))]
+    return [got, *(leaf.grad for leaf in leaves)]
 
 
 def run_wide(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    out = run_eager(layers, x)
-    leaves = [x, *(param for layer in layers for param in layer.parameters())]
+    out, leaves = run_eager(layers, x), [x, *nn.ModuleList(layers).parameters()]
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 

@@ -304,13 +304,7 @@ def test_strided_views_turn_like_their_copies(device: str, layout: str) -> None:
     of=st.tuples(*map(st.sampled_from, (HEAD_DIMS, [*DTYPES, torch.float64], [1.0, MSCALE]))),
 )
 def test_bits_of_megatrons_unfused_path(
-    rope_utils: ModuleType,
-    device: str,
-    layout: RopeLayout,
-    cp_size: int,
-    units: list[int],
-    tail: int,
-    of: Any,
+    rope_utils: Any, device: str, layout: RopeLayout, cp_size: int, units: list[int], tail: int, of: Any
 ) -> None:
     """Forward and backward, on every rank, over full and partial rotary dimensions."""
     (head_dim, rotary_dim), dtype, mscale = of

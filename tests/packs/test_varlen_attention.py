@@ -6,15 +6,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offsets import offsets
-from same_bits import assert_same_bits
+from same_bits import assert_close_to_float64, assert_same_bits
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megagraph.packs.ops import thd_partition_indices, varlen_attention
 
-# The error that a result may have against float64, in units of eps(dtype) * max(1, max|expected|):
-# sums of up to 300 products in float32, and FlashAttention's bfloat16 probabilities.
-ERROR_UNITS = {"cpu": 32, "cuda": 8}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 Keys = list[int] | None
 
@@ -56,16 +53,6 @@ def attend(
     ends = packed(queries) if keys is None else zip(packed(queries), packed(keys), strict=True)
     out = varlen_attention(*leaves, *ends, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device: str) -> None:
-    assert len(actual) == len(expected)
-    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=False):
-        if e.numel() == 0:
-            continue
-        bound = ERROR_UNITS[device] * torch.finfo(a.dtype).eps * max(1.0, e.abs().max().item())
-        error = (a[: e.size(0)].cpu().double() - e).abs().max().item()
-        assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
 
 
 USUAL: dict[str, Any] = {"slack": 0, "heads": (4, 2), "how": {"causal": True}}

@@ -35,12 +35,10 @@ MOST_SHRUNK = 8  # of one campaign
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
     """What the fixtures of tests/megatron give a test."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     warnings.simplefilter("ignore")
     for name in ("megatron", "megagraph"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     faulthandler.enable()
     gc.collect()
@@ -73,7 +71,8 @@ class Campaign:
                 self._seeds()
             else:
                 self._one(given)
-        ended = ", ".join(f"{count} {why}" for why, count in self._unfinished().items())
+        unfinished = Counter(it.failure for it in self._outcomes if it.failure and not it.has_failed)
+        ended = ", ".join(f"{count} {why}" for why, count in unfinished.items())
         print(f"{self._summary()}; unfinished: {ended or 'none'}; failed: {self._failed or 'none'}")
         return int(bool(self._failed))
 
@@ -110,12 +109,8 @@ class Campaign:
         lines.append(f"python -m tests.soak --device {self._options.device} --replay {path}")
         print("\n".join(lines), flush=True)
 
-    def _unfinished(self) -> Counter[str]:
-        """Scenarios that ended before their last event and are no failure, by what ended them."""
-        return Counter(str(it.failure) for it in self._outcomes if it.failure and not it.has_failed)
-
     def _summary(self) -> str:
-        outcomes = self._outcomes
-        events = sum(it.done.total() for it in outcomes)
-        share = 100 * sum(it.replays for it in outcomes) / max(sum(it.calls for it in outcomes), 1)
-        return f"{len(outcomes)} scenarios, {events} events, {share:.0f} % replayed"
+        ran = self._outcomes
+        events, calls = sum(it.done.total() for it in ran), sum(it.calls for it in ran)
+        share = 100 * sum(it.replays for it in ran) / max(calls, 1)
+        return f"{len(ran)} scenarios, {events} events, {share:.0f} % replayed"

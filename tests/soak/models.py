@@ -128,16 +128,14 @@ KINDS: dict[str, Kind] = {
     "foreign parameter": Kind(make=_prepared(_reads_a_foreign_parameter), reasons=_SHARED),
 }
 _ATTN, _ROUTED, _PREPROCESSED = _SPLIT
-_OF_EXPERTS: dict[str, tuple[dict[str, Any], tuple[Scopes, ...], set[str]]] = {
-    "experts": ({}, (_ATTN, ("mlp",), _ROUTED, (*_ROUTED, "mlp")), {"ep", "dp"}),
-    "biased experts": ({"config": {**moe_rig.BIAS, **moe_rig.SHARED}}, (_ATTN, _ROUTED), set()),
-    "padded experts": ({"config": moe_rig.PADS}, (("attn", "moe"), _PREPROCESSED, _ROUTED), set()),
-    "grouped experts": ({"is_grouped": True}, ((), _ROUTED), set()),
+_OF_EXPERTS: dict[str, tuple[dict[str, Any], tuple[Scopes, ...], frozenset[str]]] = {
+    "experts": ({}, (_ATTN, ("mlp",), _ROUTED, (*_ROUTED, "mlp")), frozenset({"ep", "dp"})),
+    "biased experts": ({"config": {**moe_rig.BIAS, **moe_rig.SHARED}}, (_ATTN, _ROUTED), frozenset()),
+    "padded experts": ({"config": moe_rig.PADS}, (("attn", "moe"), _PREPROCESSED, _ROUTED), frozenset()),
+    "grouped experts": ({"is_grouped": True}, ((), _ROUTED), frozenset()),
 }
 for _name, (_given, _scopes, _layouts) in _OF_EXPERTS.items():
-    KINDS[_name] = Kind(
-        make=partial(_experts, **_given), scopes=_scopes, has=_EXPERTS, layouts=frozenset(_layouts)
-    )
+    KINDS[_name] = Kind(make=partial(_experts, **_given), scopes=_scopes, has=_EXPERTS, layouts=_layouts)
 _OVERLAPPED: dict[str, dict[str, Any]] = {
     "overlapped experts": {},
     "overlapped shared experts": moe_rig.SHARED,
@@ -172,8 +170,8 @@ if seams.hybrid_seams():
     )
 for _name in MLA_KINDS:
     # The table of one is made on a GPU.
-    _of_mla = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
-    KINDS[f"MLA: {_name}"] = Kind(make=partial(ModelTrainer, mla=_name), layouts=_of_mla)
+    _layouts = _RANKS if ON_GPU or "YaRN" not in _name else _RANKS - {"cp", "some"}
+    KINDS[f"MLA: {_name}"] = Kind(make=partial(ModelTrainer, mla=_name), layouts=_layouts)
 if ON_GPU:
     KINDS["engine"] = Kind(make=lambda **given: ModelTrainer(spec=te_layer_spec(), **given))
 KINDS = {name: Kind(**{**vars(kind), "make": seeded(kind.make)}) for name, kind in KINDS.items()}

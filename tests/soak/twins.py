@@ -7,7 +7,7 @@ import re
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -129,7 +129,7 @@ class Twins:
         self.is_wrong = False  # in captures, which verifications find
         self.expected: set[str] = {"WARMING_UP"}  # reasons that something has explained
         self.scars: set[str] = set()  # of these those that stay
-        self._reports: dict[str, dict[str, Any]] = {}
+        self.reports: dict[str, dict[str, Any]] = {}  # by model
         self._seed = 0
         self._is_alone = False  # one rank may have found something inside of the last step
         self.asked.clear()
@@ -137,15 +137,12 @@ class Twins:
         self.install(scenario.plugin)
         self.add(scenario.kind)
         if self.is_shared and scenario.plugin["capacities"]:
-            self._warm_up(scenario.plugin["cuda_graph_warmup_steps"])
-
-    def _warm_up(self, steps: int) -> None:
-        """The step behind that many, of which there has been one, is the first one with graphs."""
-        for _ in range(steps):
-            self.each(lambda trainer: rig.step(trainer, self.micros(CALM)))
-        report = self._report_of(self.pairs[0].graphed)
-        if report["eager"]["WARMING_UP"] * (steps + 1) != report["calls"] * steps:
-            raise WrongFigures(f"expected graphs after {steps} steps, got {report}")
+            steps = scenario.plugin["cuda_graph_warmup_steps"]  # of which there has been one
+            for _ in range(steps):
+                self.each(lambda trainer: rig.step(trainer, self.micros(CALM)))
+            report = self._report_of(self.pairs[0].graphed)
+            if report["eager"]["WARMING_UP"] * (steps + 1) != report["calls"] * steps:
+                raise WrongFigures(f"expected graphs after {steps} steps, got {report}")
 
     def install(self, plugin: dict[str, Any]) -> None:
         self.held.clear()
@@ -314,7 +311,7 @@ class Twins:
                 if trainer is pair.eager and report["replays"]:
                     raise WrongFigures(f"the eager model has replayed: {report}")
                 if trainer is pair.graphed and report["calls"]:
-                    self._reports[report["model"]] = report
+                    self.reports[report["model"]] = report
                     unexplained = report["eager"].keys() - self.expected
                     if unexplained:
                         raise WrongFigures(f"unexplained: {unexplained} in {report}")
@@ -365,37 +362,24 @@ class Twins:
             raise WrongFigures(f"no graphs after {CALM_STEPS} calm steps, for {left}: {after}")
         self.each(lambda trainer: rig.weights(trainer.chunk))
 
-    def figures(self, outcome: Outcome) -> None:
-        """Adds up what all models did."""
-        for report in self._reports.values():
-            outcome.calls += report["calls"]
-            outcome.replays += report["replays"]
 
-
-@contextlib.contextmanager
-def as_it_was() -> Iterator[None]:
-    """Puts back what is of the whole process, whatever happened inside, or left by somebody before."""
-    rig.forget_metrics()
+def run(scenario: Scenario) -> Outcome:
+    """Runs it to its end or its first failure."""
+    outcome, kind = Outcome(), KINDS[scenario.kind]
     precision = torch.get_float32_matmul_precision()
+    rig.forget_metrics()
     with moe_rig.experts_on_cpu():
         try:
-            yield
-        finally:
+            with contextlib.nullcontext() if scenario.layout else kind.around():
+                _run(scenario, outcome)
+        except Exception as error:
+            outcome.failure, outcome.text = type(error).__name__, traceback.format_exc()
+        finally:  # what is of the whole process is as it was
             torch.set_float32_matmul_precision(precision)
             torch.use_deterministic_algorithms(True)
             megagraph.resume()
             megagraph.uninstall()
             rig.forget_metrics()
-
-
-def run(scenario: Scenario) -> Outcome:
-    """Runs it to its end or its first failure."""
-    outcome, kind = Outcome(), KINDS[scenario.kind]
-    with as_it_was(), contextlib.nullcontext() if scenario.layout else kind.around():
-        try:
-            _run(scenario, outcome)
-        except Exception as error:
-            outcome.failure, outcome.text = type(error).__name__, traceback.format_exc()
     free_models()
     stay = models_in_memory()
     if stay and outcome.failure is None:
@@ -420,4 +404,6 @@ def _run(scenario: Scenario, outcome: Outcome) -> None:
     finally:
         while twins.undos:
             twins.take_back()
-        twins.figures(outcome)
+        for report in twins.reports.values():
+            outcome.calls += report["calls"]
+            outcome.replays += report["replays"]
