@@ -14,12 +14,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer import multi_token_prediction as mtp
-from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_rig import Install, Pair, step, steps_of
 from model_specs import spec_of
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
+from test_scope_cells import DENSE
 from torch import Tensor
 
 import megagraph
@@ -34,12 +34,6 @@ LAYERS = len(rig.HYBRID_PATTERN)
 
 pytestmark = [pytest.mark.both, pytest.mark.usefixtures("experts")]
 OF_PATTERN = len(PATTERN)
-DENSE: dict[str, Any] = {  # undoes what moe_rig's base says of experts
-    "num_moe_experts": None,
-    "moe_ffn_hidden_size": None,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
-}
 NORMS = ("enorm", "hnorm", "layer_norm")  # of prediction
 HAS_DETACHED = hasattr(TransformerConfig, "mtp_detach_heads")
 GIVEN: dict[str, rig.Micro] = {
@@ -221,8 +215,7 @@ def hybrid_prediction() -> rig.ModelTrainer:
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_megatron_alone_leaves_the_same(case: str) -> None:
-    """To the bit where the canonical pack is the pack. Bug: a table as long as the pack's rows, the
-    capacity's, was taken for one of its rows."""
+    """Bug: a table as long as the pack's rows, the capacity's, was taken for one of its rows."""
     micro = GIVEN[case]
     given = [[micro, rig.Micro(lengths=(40, 40), seed=8)]] * 3
     alone = rig.train(None, given, prediction)
@@ -243,28 +236,7 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> N
     for layer in trainer.chunk.decoder.layers:
         layer.register_forward_hook(lambda *_: None)
     micros = rig.steps_of(1, tails=False)[0]
-    rig.step(trainer, micros, update=False)
-    ours = rig.step(trainer, micros, update=False)
+    ours = rig.step(trainer, micros, update=False, times=2)
     rig.ran(rig.report_of(trainer), 0, failures=2, WARMING_UP=3 * rig.LAYERS, FOREIGN_HOOK=3 * rig.LAYERS)
     megagraph.uninstall()
     assert_same_bits(ours, rig.step(trainer, micros, update=False))
-
-
-def test_routers_that_record_do_so_in_prediction_as_well() -> None:
-    """All of them see the rows that were given: the decoder's are shown these, the others have no more."""
-    pair = rig.Pair(
-        prediction, kinds="EE", moe_enable_routing_replay=True, plugin={"cuda_graph_modules": "attn"}
-    )
-    replays = [
-        [module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")]
-        for trainer in pair.both
-    ]
-    assert [len(each) for each in replays] == [rig.LAYERS + 2] * 2
-    for replay in (*replays[0], *replays[1]):
-        replay.set_router_replay_action(RouterReplayAction.RECORD)
-    for micros in rig.steps_of(3):
-        pair.step(*micros)
-        one, other = ([replay.get_recorded_indices() for replay in each] for each in replays)
-        assert {len(each) for each in one} == {micros[-1].physical}
-        assert_same_bits(one, other)
-    assert pair.report()["eager"] == {"WARMING_UP": 3 * rig.LAYERS}

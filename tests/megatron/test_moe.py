@@ -24,6 +24,7 @@ from megatron_rig import Install, Pair, forget_metrics, graph_config, report_of,
 from moe_rig import ATTENTION, EXPERTS, PADS, PERMUTATION, ROUTERS, ExpertTrainer
 from moe_rig import GROUPED_EXPERTS as GROUPED
 from same_bits import assert_same_bits
+from test_hybrid_model import prediction
 from torch import Tensor
 
 import megagraph
@@ -311,7 +312,8 @@ class Told(list[rig.Micro]):
     @contextmanager
     def telling(self, trainer: ExpertTrainer) -> Iterator[None]:
         self.recorded: list[Tensor] = []
-        self._replays, self._device = [it.router_replay for it in trainer.routers()], trainer.device
+        modules, self._device = trainer.chunk.modules(), trainer.device
+        self._replays: list[Any] = [it.router_replay for it in modules if hasattr(it, "router_replay")]
         yield
         self._collect()
 
@@ -340,7 +342,7 @@ def run(
     """Trains a fresh model whose routers record and replay. Returns what they have recorded, too."""
     steps = [Told(micros) for micros in given]
     how = {"moe_enable_routing_replay": True, "around": lambda trainer, index: steps[index].telling(trainer)}
-    found = rig.train(config, steps, ExpertTrainer, **how, **changes)
+    found = rig.train(config, steps, **{"make": ExpertTrainer, **how, **changes})
     return found, [each for told in steps for each in told.recorded]
 
 
@@ -350,19 +352,26 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "jitter, drop": (("attn",), {**moe_rig.CASES["jitter"], **moe_rig.DROPS}),
     "moe_router": (("attn", "moe_router"), {}),
     "moe": (("attn", "moe"), moe_rig.PADS),
+    "prediction": (("attn",), {"make": prediction, "kinds": "EE"}),
 }
 
 
-@pytest.mark.parametrize(("case", "masks"), [*((case, False) for case in CASES), ("attention", True)])
+@pytest.mark.parametrize(
+    ("case", "masks"),
+    [
+        *((case, False) for case in CASES if case != "prediction"),
+        *(("attention", True), pytest.param("prediction", False, marks=pytest.mark.both)),
+    ],
+)
 def test_bits_beside_routers_that_are_told(case: str, masks: bool) -> None:
-    """Three packs a step, with other actions and targets for each."""
-    scopes, changes = CASES[case]
+    """Three packs a step, each with other actions and targets. Routers see the rows that were given."""
+    (scopes, changes), layers = CASES[case], 4 if case == "prediction" else 2
     given = rig.steps_of(13 if rig.ON_GPU else 3, masks=masks)
     eager = run(rig.graph_config(mode="eager"), given, **changes)
     graphed = run(rig.graph_config(cuda_graph_modules=scopes), given, **changes)
     assert_same_bits(eager, graphed)
     rows = [m.physical for ms in given for i, m in enumerate(ms) if ACTIONS[(m.seed + i) % 3] == "RECORD"]
-    assert [tuple(each.shape) for each in graphed[1]] == [(n, TOPK) for n in rows for _layer in range(2)]
+    assert [tuple(each.shape) for each in graphed[1]] == [(n, TOPK) for n in rows for _layer in range(layers)]
     report = rig.ran(graphed[0].report, failures=2 * len(scopes[1:]), layers=2, WARMING_UP=3 * 2)
     assert report["failures"] == [
         f"layer {index} (TransformerLayer): {scope} stays eager (SCOPE_UNSUPPORTED): {WHY}"
