@@ -99,7 +99,8 @@ MANY_KINDS = {
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
 ROUTERS = {"cuda_graph_modules": ("attn", "moe_router")}
-CAPACITY_OF_RANK = {
+CAPACITY_OF_RANK: dict[str, Any] = {
+    "capacities": (),
     "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
     "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,),
 }
@@ -112,7 +113,6 @@ OF_ENGINE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "experts": ({"experts": True}, ROUTERS, {}),
     "MLA experts": ({"mla": "low rank, YaRN", "experts": True}, ROUTERS, MANY_KINDS),
 }
-_FOR_ENGINE = {"normalization": "RMSNorm", "moe_grouped_gemm": True, "moe_ffn_hidden_size": 64}
 
 
 def make_trainer(
@@ -123,7 +123,8 @@ def make_trainer(
     config: dict[str, Any] | None = None,  # further fields of Megatron's config
     **given: Any,  # to `ModelTrainer`
 ) -> Trainer:
-    of_engine = _FOR_ENGINE if experts else {} if "mla" in given else {"normalization": "RMSNorm"}
+    of_experts = {"moe_grouped_gemm": True, "moe_ffn_hidden_size": 64} if experts else {}
+    of_engine = {"normalization": "RMSNorm", **of_experts} if experts or "mla" not in given else {}
     changes = {**(of_engine if engine else {}), **(config or {})}
     make = partial(moe_rig.ExpertTrainer, "E-") if experts else rig.ModelTrainer
     return make(engine=engine, prepare=adapt if adapters else lambda chunk: None, **given, **changes)
@@ -157,7 +158,7 @@ def train_shared(
     start(cp_size, tp_size, options.get("expert_model_parallel_size", 1))
     steps = steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)
     config = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size, **options}
-    plugin = {"capacities": (), **CAPACITY_OF_RANK, **(plugin or {})}
+    plugin = {**CAPACITY_OF_RANK, **(plugin or {})}
     make = partial(make_trainer, config=config, **(model or {}))
     return rig.compare_runs(steps, make, plugin, evaluate_at=(1, 2)).report
 
@@ -208,8 +209,7 @@ def beside_one_process(
             group = megagraph.context_groups(cp_sizes).of_size(size)
             micros = [OwnMicro(**vars(micro), group=group) for micro in shared]
         config = {"mode": "eager", "max_seqlen_per_dp_cp_rank": 64 * cp_size // size, "cp_sizes": cp_sizes}
-        config = {"capacities": (), **CAPACITY_OF_RANK, **config, **(plugin or {})}
-        megagraph.install(rig.graph_config(**config))
+        megagraph.install(rig.graph_config(**{**CAPACITY_OF_RANK, **config, **(plugin or {})}))
         rig.forget_metrics()
         made = make_trainer(config={"context_parallel_size": own, **options}, **(model or {}))
         found.append((*_pass(made, micros), _metrics()))
@@ -238,7 +238,7 @@ def new_trainer(
 
 
 def install(*, cp_sizes: tuple[int, ...] = (1, 2), **plugin: Any) -> None:
-    megagraph.install(rig.graph_config(cp_sizes=cp_sizes, capacities=(), **CAPACITY_OF_RANK, **plugin))
+    megagraph.install(rig.graph_config(cp_sizes=cp_sizes, **CAPACITY_OF_RANK, **plugin))
 
 
 def micros_of(group: Any) -> list[OwnMicro]:
@@ -265,12 +265,11 @@ def losses_of(trainer: Trainer, micro: OwnMicro) -> Tensor:
 # -- documents that ranks schedule together, beside one process that has them all ------------------------
 
 # Over the largest entry of each gradient: sums over rows in another order; in bfloat16 on a GPU.
-BOUND = 5e-2 if torch.cuda.is_available() else 2e-5
+BOUND = 5e-2 if rig.ON_GPU else 2e-5
 
 
 def device() -> torch.device:
-    on_gpu = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if rig.ON_GPU else torch.device("cpu")
 
 
 def text(number: int, length: int) -> dict[str, Tensor]:
@@ -306,12 +305,6 @@ def forward(model: Any, rows: Mapping[str, Tensor], positions: Tensor, params: A
         packed_seq_params=params,
     )
     return losses, partial(summed, mask=rows["loss_mask"])
-
-
-def _evaluate(trainer: Trainer, step: Any, *, eager: bool, in_training: bool) -> list[Tensor]:
-    assert not eager  # runs in mode `eager` are
-    with rig.evaluating(trainer.model, in_training=in_training), without_adapters(trainer.chunk):
-        return rig.schedule(trainer.model, step, len(step), trainer.device, forward_only=True)
 
 
 def alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -373,16 +366,18 @@ def train_scheduled(
     steps = list(
         ScheduledSteps(own, limits=limits, groups=groups, config=unfused.chunk.config, device=device())
     )
-    options_of_plugin = {"cp_sizes": cp_sizes, "capacities": (), **CAPACITY_OF_RANK, **(plugin or {})}
+    options_of_plugin = {"cp_sizes": cp_sizes, **CAPACITY_OF_RANK, **(plugin or {})}
     evaluate_at = (1, *range(2, len(steps), 2)) if evaluates else ()
 
     def forward_batch(model: Any, batch: MicroBatch, _device: torch.device) -> tuple[Tensor, Any]:
         return forward(model, batch.tensors, batch.position_ids, batch.packed_seq_params)
 
-    with (
-        mock.patch.object(rig, "forward", forward_batch),
-        mock.patch.object(rig, "evaluate", partial(_evaluate, in_training=in_training)),
-    ):
+    def evaluate(trainer: Trainer, step: Any, *, eager: bool) -> list[Tensor]:
+        assert not eager  # runs in mode `eager` are
+        with rig.evaluating(trainer.model, in_training=in_training), without_adapters(trainer.chunk):
+            return rig.schedule(trainer.model, step, len(step), trainer.device, forward_only=True)
+
+    with mock.patch.multiple(rig, forward=forward_batch, evaluate=evaluate):
         run = rig.compare_runs(steps, make, options_of_plugin, evaluate_at=evaluate_at)
     return {
         "report": run.report,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages of a pipeline run: chunks trained eager and graphed over the same packs, and compared."""
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +9,7 @@ from unittest import mock
 
 import megatron_rig as rig
 import torch
-from context_jobs import OwnMicro, SharedMicro
+from context_jobs import CAPACITY_OF_RANK, OwnMicro, SharedMicro
 from megatron.core import parallel_state
 from model_specs import asks_for_no_engine, spec_of
 from overlap_rig import delay_linears
@@ -28,7 +27,6 @@ from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.parallel.model_parallel import schedule_of
 
 FULL = rig.CAPACITY.tokens
-MOST_MICRO_BATCHES = 6  # in a step
 # Some fill their capacity, most do not, and one kind fits none.
 SHAPES: list[tuple[int, ...]] = [
     (9, 20),
@@ -52,8 +50,15 @@ class Trainer(PipelineTrainer):
         others: Others | None = None,
         **further: Any,
     ) -> None:
-        self.others = others
-        with asks_for_no_engine(), _prepares(kind):
+        self.others, wrap = others, pipelines.in_half_precision
+
+        def prepare(model: Any) -> Any:
+            """Layers of core's that are late are made so before DDP sees them."""
+            if kind == LATE:
+                delay_linears(model, "unfused")
+            return wrap(model)
+
+        with asks_for_no_engine(), mock.patch.object(pipelines, "in_half_precision", prepare):
             super().__init__(cut, options, ddp=ddp, spec=LAYERS[kind], **further)
         sharded = ddp.get("overlap_param_gather", False)
         self._sharded = [ShardedSGD(chunk) for chunk in self.chunks] if sharded else []
@@ -114,18 +119,6 @@ LAYERS: dict[str, BlockSpec] = {
     LATE: _delaying(_spec),
     OF_ENGINE: _delaying(engines_block_spec),
 }
-
-
-def _prepares(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """Inside, models of core's layers that are late are made so before DDP sees them."""
-    wrap = pipelines.in_half_precision
-
-    def prepare(model: Any) -> Any:
-        delay_linears(model, "unfused")
-        return wrap(model)
-
-    is_late = kind == LATE
-    return mock.patch.object(pipelines, "in_half_precision", prepare) if is_late else contextlib.nullcontext()
 
 
 def steps_of(
@@ -200,7 +193,7 @@ def train_pair(
     layers: int = 1,  # of each chunk
     kind: str = "core",  # of layers
     others: Others | None = None,  # stages that are not there
-    most: int = MOST_MICRO_BATCHES,  # in a step
+    most: int = 6,  # in a step
     misfits: bool = False,  # let some packs fit no capacity
     even: bool = False,  # take packs with even numbers of rows alone
     shared_embeddings: bool = False,
@@ -218,8 +211,7 @@ def train_pair(
     if (transformer or {}).get("overlap_moe_expert_parallel_comm"):  # which demands half precision
         options = dataclasses.replace(options, bf16=True)
     if cp_sizes:
-        capacity = {"cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,), "max_seqlen_per_dp_cp_rank": FULL}
-        plugin = {"cp_sizes": cp_sizes, "capacities": (), **capacity, **(plugin or {})}
+        plugin = {"cp_sizes": cp_sizes, **CAPACITY_OF_RANK, **(plugin or {})}
         transformer = {"calculate_per_token_loss": True, **(transformer or {})}
     megagraph.install(rig.graph_config(**(plugin or {})))
     how = {"ddp": ddp or {}, "transformer": transformer, "kind": kind, "others": others}

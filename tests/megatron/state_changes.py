@@ -204,21 +204,16 @@ class Change:
 
 
 STATES: dict[str, Do] = {
-    # Plain values.
     "adapter off": sets("_adapter_enabled", False, adapter),
     "float": sets("number", 0.5),
     "text": sets("text", "negated"),
-    # Callables and tensors.
     "function": sets("function", halves),
     "tensor": lambda trainer: sets("vector", probe(trainer).vector * 0.5)(trainer),
-    # Configurations.
     "configuration of its own": sets("gain", 0.5, lambda trainer: probe(trainer).knobs),
     "another configuration": sets("knobs", Knobs(gain=0.5)),
     "Megatron's configuration": sets("probe_gain", 0.5, lambda trainer: probe(trainer).config),
-    # Modes.
     "mode of one module": evaluates(probe),
     "mode of the model": evaluates(lambda trainer: trainer.chunk),
-    # Forwards and classes.
     # Of the first one: behind the last one is a norm, to which half of everything is the same.
     "forward of a layer": lambda trainer: sets("forward", scaled(first(trainer).forward), first)(trainer),
     "forward of a class": on_class(AdaptedLinear, "forward", scaled),
