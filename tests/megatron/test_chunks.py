@@ -125,8 +125,7 @@ def test_other_layers_are_joined_anew(pair: rig.Pair, is_kept: bool) -> None:
         del trainer.chunk.decoder.layers[5]
         megagraph.watch(trainer.chunk, key=int)
     gc.collect()
-    for trainer in pair.both:
-        rig.step(trainer, [rig.TWO], eager=True)
+    pair.each(lambda trainer: rig.step(trainer, [rig.TWO], eager=True))
     pair.step(rig.TWO, times=3)
     assert sites(pair) == ["layers 0 to 4"] and len(kept) == 2 * is_kept
 
@@ -159,7 +158,7 @@ def test_buckets_are_reduced_while_the_backward_goes_on() -> None:
     cut, options = Cut(stages=1), dataclasses.replace(rig.OPTIONS, layers=LAYERS, heads=4)
     cut.start()
     megagraph.install(rig.graph_config(**CHUNKS))
-    trainer = pipeline_jobs.Trainer(cut, options, ddp={"overlap_grad_reduce": True, "bucket_size": 20_000})
+    trainer = pipeline_jobs.Trainer(cut, options, ddp=BUCKETS)
     first: Any = next(trainer.models[0].decoder.layers[0].parameters())
     had: list[bool] = []  # gradients of the first layer at each reduction
     trainer.train([rig.ONE], eager=False)
@@ -170,11 +169,11 @@ def test_buckets_are_reduced_while_the_backward_goes_on() -> None:
     assert report["replays"] == 2 * LAYERS and not had[0] and had[-1]
 
 
-OVERLAPS = ("overlap_grad_reduce", "use_distributed_optimizer", "overlap_param_gather")
-BUCKETS = {**dict.fromkeys(OVERLAPS, True), "bucket_size": 20_000}
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 20_000}
+SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
 # Of each chunk: how many layers and sites, which end where buckets do.
 TRAININGS: dict[str, tuple[dict[str, Any], int, range]] = {
-    "buckets": ({"cut": Cut(stages=1), "ddp": BUCKETS}, LAYERS, range(2, LAYERS)),
+    "buckets": ({"cut": Cut(stages=1), "ddp": SHARDED}, LAYERS, range(2, LAYERS)),
     "pipelines": ({"cut": Cut(chunks=2)}, 3, range(1, 2)),
 }
 
@@ -191,13 +190,7 @@ def test_bits_on_ranks(world2: World, name: str) -> None:
 
 def test_ranks_that_share_layers_are_cut_alike(world2: World) -> None:
     """Rank 0 alone is at fault in layer 1 of two."""
-    reports = world2.run(
-        parallel_jobs.disagree,
-        tensor_parallel=2,
-        how={0: "capture"},
-        config={"tensor_model_parallel_size": 2},
-        plugin=CHUNKS,
-    )
-    for report in reports:
+    given = {"config": {"tensor_model_parallel_size": 2}, "plugin": CHUNKS, "how": {0: "capture"}}
+    for report in world2.run(parallel_jobs.disagree, tensor_parallel=2, **given):
         assert (report["layers"], report["sites"]) == (2, 2)
         assert report["replays"] > 0 and len(report["failures"]) == 1

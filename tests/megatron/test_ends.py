@@ -59,21 +59,11 @@ END = "from megagraph.log import log; log.info('one line'); log.warning('a warni
 )
 def test_a_job_of_two_ranks(ways: Sequence[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    code, out, log = run_two_ranks(tmp_path, ways)
-    assert (code != 0) == ("on purpose" in log) == ("raised" in ways), log
-    assert out.count("has ended") == 2 * len({*ways} - {"raised"})
-    if COMMAND in ways:
-        (model,) = read_report(tmp_path / "report.json")
-        assert model["replays"] == 2 * 2
-
-
-def run_two_ranks(folder: Path, ways: Sequence[str]) -> tuple[int, str, str]:
-    """The exit code of torchrun, and what its ranks wrote to stdout and stderr."""
     here, *further = Path(__file__).parents[:2]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with subprocess.Popen(
-        [*torchrun, __file__, str(folder), *ways],
+        [*torchrun, __file__, str(tmp_path), *ways],
         env={**environment_with(here, *further), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,7 +74,11 @@ def run_two_ranks(folder: Path, ways: Sequence[str]) -> tuple[int, str, str]:
         except subprocess.TimeoutExpired:
             job.terminate()  # torchrun then ends its ranks; it could not if it were killed
             raise
-    return job.returncode, out, log
+    assert (job.returncode != 0) == ("on purpose" in log) == ("raised" in ways), log
+    assert out.count("has ended") == 2 * len({*ways} - {"raised"})
+    if COMMAND in ways:
+        (model,) = read_report(tmp_path / "report.json")
+        assert model["replays"] == 2 * 2
 
 
 def run_command(folder: Path) -> None:
@@ -186,8 +180,7 @@ def will_end_badly(*, rank: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the world of tests itself: shown on the CPU")
 def test_ranks_that_hang_or_fail_or_end_badly_are_named_and_the_next_function_runs() -> None:
-    """Bugs: a rank that waited for another was a test of ten minutes, which named no rank. How ranks ended
-    was an error of whichever test came next, or had been the last one."""
+    """Bugs: a rank that waited was named nowhere; how ranks ended was an error of the next test."""
     made = worlds.Worlds()
     world = made.of(2)
     world.run(will_end_badly, rank=1)

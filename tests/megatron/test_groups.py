@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from notes import told
 from same_bits import assert_same_bits
-from streams import make_groups, seed_streams
+from streams import make_groups, seeded
 from torch import Tensor, distributed, nn
 from worlds import on_ranks
 
@@ -58,9 +58,8 @@ def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> Non
 
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
-    """A model's own groups come first, and ranks agree only on what all of them say. Bugs: torch names a
-    group by its ranks and by how many groups a rank is in. A second one of the same ranks could not be made
-    when some group had been destroyed, and none where one rank was in more groups."""
+    """Ranks agree only on what all of them say. Bugs: torch names a group by its ranks and by how many groups
+    a rank is in; there was none where one rank was in more, nor a second where one had been destroyed."""
     rank, without = distributed.get_rank(), model()
     if rank == 0:
         distributed.new_group([0], use_local_synchronization=True)
@@ -113,10 +112,9 @@ def holds(chunk: Any, how: str, group: Any) -> None:
     mlp = chunk.decoder.layers[1].mlp
     if how == "parameter":
         mlp.linear_fc1.weight.group = group
-    elif how == "collection":
-        mlp.pg_collection = ProcessGroupCollection(tp=group)
-    elif how == "whole collection":
-        mlp.pg_collection = chunk.pg_collection
+    elif "collection" in how:
+        is_whole = how == "whole collection"
+        mlp.pg_collection = chunk.pg_collection if is_whole else ProcessGroupCollection(tp=group)
     else:
         mlp.ep_group = group
         averaging(mlp, group)
@@ -129,9 +127,8 @@ train_pair = partial(parallel_jobs.train_pair, num_steps=STEPS)
 @pytest.mark.parametrize("how", ["parameter", "collection", "whole collection", "attribute, later"])
 @on_ranks(2)
 def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(how: str) -> None:
-    """By name; the other layer replays, on packs that differ from rank to rank. One that gets such a group
-    later leaves them then. Groups of the job that no layer has taken keep nothing eager: dense layers hold
-    the collection of all of them, those of experts and of data parallelism among them."""
+    """By name, as soon as it gets such a group; the other layer replays, on packs of each rank's own.
+    Groups of the job that no layer has taken keep nothing eager: dense layers hold the collection of all."""
     make_groups(expert_model_parallel_size=2)
     group = ProcessGroupCollection.use_mpu_process_groups().ep
     at = COMES_AT if "later" in how else 0
@@ -181,8 +178,8 @@ def test_ranks_capture_the_same_layers_whatever_one_of_them_has_forgotten(granul
     with mock.patch.object(Verifier, "failing", lambda *args: wrong.pop() if wrong else failing(*args)):
         pair.step(rig.ONE, rig.TWO, times=3)
         if distributed.get_rank() == 0:
-            for trainer in pair.both:
-                trainer.chunk.decoder.layers = nn.ModuleList(reversed(trainer.chunk.decoder.layers))
+            for block in (trainer.chunk.decoder for trainer in pair.both):
+                block.layers = nn.ModuleList(reversed(block.layers))
         pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     of_graphs = {name: report[name] for name in ("sites", "graphs", "replays")}
@@ -240,11 +237,9 @@ def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
             steps[0] = [dataclasses.replace(micro, pack=rig.split) for micro in many]
         else:  # its offsets end in empty documents
             steps[0] = [dataclasses.replace(micro, lengths=micro.lengths + (0,) * 20) for micro in many]
-    runs = {}
+    runs, train = {}, seeded(rig.train)
     for mode in ("eager", "graph"):
-        seed_streams()
-        config = rig.graph_config(capacities=(), mode=mode)
-        runs[mode] = rig.train(config, steps, config=TENSOR_PARALLEL)
+        runs[mode] = train(rig.graph_config(capacities=(), mode=mode), steps, config=TENSOR_PARALLEL)
         capacities = runs[mode].report["capacities"]
         everywhere: list[Any] = [None, None]
         distributed.all_gather_object(everywhere, capacities)
