@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement learning with adapters: the reference is the policy with its adapters switched off. Adapters
-are those of host_rig.py, and Megatron-Bridge's own if its wheel is there."""
+"""Adapters: the reference is the policy with them off. Ours, and Megatron-Bridge's if its wheel is there."""
 
 import importlib
 import importlib.util
@@ -20,12 +19,11 @@ from same_bits import assert_same_bits
 from torch import nn
 
 FOLDER = os.environ.get("MEGAGRAPH_TEST_BRIDGE", "")
-_PACKAGES = ("megatron.bridge", "megatron.bridge.peft", "megatron.bridge.utils")
 
 
 def _import_lora() -> Any:
     """Megatron-Bridge's, of a package whose own `__init__` would import everything else."""
-    for name in _PACKAGES:
+    for name in ("megatron.bridge", "megatron.bridge.peft", "megatron.bridge.utils"):
         if name not in sys.modules:
             sys.modules[name] = package = ModuleType(name)
             package.__path__ = [str(Path(FOLDER, *name.split(".")))]
@@ -45,8 +43,7 @@ def _import_lora() -> Any:
 
 
 def _adapt_as_bridge(chunk: Any) -> None:
-    """Trains adapters alone, around the second linear layer of each MLP. As Megatron-Bridge's
-    `LoRA.transform()` wraps a linear layer of which each rank has all columns."""
+    """As Megatron-Bridge's `LoRA.transform()`: trains adapters around the second linear of each MLP."""
     wrapper_type = _import_lora().LoRALinear
     how = {
         **{"base_linear_name": "linear_fc2", "activation": "identity", "column_init_method": "xavier"},
@@ -101,22 +98,16 @@ def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair) 
     assert not torch.equal(without[0], rig.evaluate(pair.eager, [rig.ONE], eager=True)[0])
 
 
-def _step_with_a_reference(trainer: Any) -> tuple[rig.Step, list[torch.Tensor]]:
-    """As a DPO step: each micro-batch twice, first without adapters and without gradients."""
+def test_a_reference_inside_of_a_step_is_never_the_policy(pair: rig.Pair) -> None:
+    """As DPO asks for it; no step begins without adapters, nor with a flag that a call without them left."""
 
-    def micros() -> Iterator[rig.Micro]:
+    def micros(trainer: Any, references: list[torch.Tensor]) -> Iterator[rig.Micro]:
+        """Each twice, first without adapters and without gradients."""
         for micro in (rig.ONE, rig.TWO):
             with without_adapters(trainer.chunk), torch.no_grad():
                 references.append(rig.forward(trainer.model, micro, trainer.device)[0])
             yield micro
 
-    references: list[torch.Tensor] = []
-    return rig.step(trainer, micros(), 2), references
-
-
-def test_a_reference_inside_of_a_step_is_never_the_policy(pair: rig.Pair) -> None:
-    """As DPO asks for it: both passes replay from the second step on, although no step begins without
-    adapters, nor with a flag that a call without them has left."""
     for _ in range(4):
-        assert_same_bits(*pair.each(_step_with_a_reference))
+        assert_same_bits(*pair.each(lambda it: (rig.step(it, micros(it, found := []), 2), found)))
     pair.ran(3 * 2 * 2 * rig.LAYERS, unverified=0, WARMING_UP=2 * 2 * rig.LAYERS)

@@ -16,8 +16,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 
 is_multithreaded: Callable[[], bool] = torch._C._is_multithreading_enabled
-# Megatron recomputes no MLP that hands on its bias.
-RECOMPUTED = recompute("mlp", add_bias_linear=False)
 
 
 @pytest.fixture(autouse=True)
@@ -170,10 +168,11 @@ def test_the_switch_is_put_back_after_an_error(install: rig.Install, where: str)
 
 
 @pytest.mark.usefixtures("recompute_on_cpu")
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "a backward inside the backward"])
-def test_bits_where_an_eager_layer_lies_between_replayed_ones(recompute: bool) -> None:
+@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "a backward inside the backward"])
+def test_bits_where_an_eager_layer_lies_between_replayed_ones(recomputes: bool) -> None:
     """The eager one recomputes its MLP through Megatron's checkpoint, which calls the engine again."""
-    pair = rig.Pair(layers=3, config=RECOMPUTED if recompute else None)
+    # Megatron recomputes no MLP that hands on its bias.
+    pair = rig.Pair(layers=3, config=recompute("mlp", add_bias_linear=False) if recomputes else None)
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].self_attention.register_forward_hook(lambda *args: None)
     seen = Seen(pair.graphed)

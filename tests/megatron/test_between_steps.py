@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens between steps: evaluation, moved and frozen parameters, settings, suspension, accumulation.
-And what runs again or draws random numbers inside of a captured layer."""
+"""What happens between steps, and what runs again or draws random numbers inside of a captured layer."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -79,11 +78,9 @@ def test_what_is_frozen_in_a_state_without_training_is_reported_to_ddp_again_aft
     pair = rig.Pair(ddp=OVERLAP)
     for _ in range(5):
         pair.step(rig.ONE, rig.TWO)
-        for trainer in pair.both:
-            _trains(trainer.chunk, "embedding")
+        pair.each(lambda trainer: _trains(trainer.chunk, "embedding"))
         pair.evaluate(rig.ONE)
-        for trainer in pair.both:
-            _trains(trainer.chunk, ".")
+        pair.each(lambda trainer: _trains(trainer.chunk, "."))
     report = pair.report()
     assert set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED"} and len(report["states"]) == 2
     assert report["replays"] >= (3 * 2 + 3) * rig.LAYERS
@@ -155,9 +152,9 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
             left = [rig.step(trainer, micros, update=False, adds=True) for micros in calls]
         return [*left, rig.step(trainer, last, adds=True)]
 
-    for index in range(3):
+    for _ in range(3):
         both = pair.each(accumulate)
-        assert_same_bits(*both, f"step {index}")
+        assert_same_bits(*both)
     # Or the last call's alone would do.
     alone = rig.step(pair.eager, last, update=False, eager=True).grads
     assert not any(torch.equal(grad, alone[name]) for name, grad in both[1][-1].grads.items())
@@ -174,8 +171,7 @@ def test_what_is_frozen_is_not_reported_as_ready() -> None:
         with rig.unsynchronized(trainer):
             return rig.schedule(trainer.model, [rig.ONE], 1, trainer.device)
 
-    for trainer in pair.both:
-        _trains(trainer.chunk, "^(?!.*linear_fc1)")
+    pair.each(lambda trainer: _trains(trainer.chunk, "^(?!.*linear_fc1)"))
     for _ in range(3):
         assert_same_bits(*pair.each(accumulate))
     pair.ran(WARMING_UP=rig.LAYERS, STATE_CHANGED=rig.LAYERS)
@@ -224,12 +220,8 @@ def test_settings_that_come_back_find_their_graphs_again(pair: rig.Pair) -> None
         with precision("high"):
             pair.step(rig.TWO, times=2)
         pair.step(rig.OTHER, times=2)
-    pair.ran(
-        (1 + 2 * 4 - 1) * rig.LAYERS,
-        graphs=2 * 2 * rig.LAYERS,
-        WARMING_UP=rig.LAYERS,
-        NUMERICS_CHANGED=rig.LAYERS,
-    )
+    eager = dict.fromkeys(("WARMING_UP", "NUMERICS_CHANGED"), rig.LAYERS)
+    pair.ran((1 + 2 * 4 - 1) * rig.LAYERS, graphs=2 * 2 * rig.LAYERS, **eager)
 
 
 def test_an_evaluation_under_settings_of_its_own_replays(pair: rig.Pair) -> None:
@@ -241,29 +233,28 @@ def test_an_evaluation_under_settings_of_its_own_replays(pair: rig.Pair) -> None
     pair.ran((3 + 3 * 2) * rig.LAYERS, graphs=(2 + 1) * rig.LAYERS, WARMING_UP=(1 + 2) * rig.LAYERS)
 
 
-def merge(chunk: Any) -> None:
-    """From now on an MLP adds to its weight as it leaves training mode, and takes that off again."""
-    mlp, switch = chunk.decoder.layers[1].mlp, chunk.decoder.layers[1].mlp.train
-
-    def train(mode: bool = True) -> Any:
-        mlp.linear_fc1.weight.data += 0.1 * (mlp.training - mode)
-        return switch(mode)
-
-    mlp.train = train
-
-
-def _second_mlp(trainer: Trainer) -> Any:
-    return trainer.chunk.decoder.layers[1].mlp
+def _second_mlp(chunk: Any) -> Any:
+    return chunk.decoder.layers[1].mlp
 
 
 def test_no_capture_calls_train_whose_side_effects_may_change_weights() -> None:
     """Bug: to capture another mode, `train()` was called, and only the flags were put back afterwards."""
-    pair = rig.Pair(prepare=merge)
+
+    def merges(chunk: Any) -> None:
+        """Adds to its weight as it leaves training mode, and takes that off again."""
+        mlp, switch = _second_mlp(chunk), _second_mlp(chunk).train
+
+        def train(mode: bool = True) -> Any:
+            mlp.linear_fc1.weight.data += 0.1 * (mlp.training - mode)
+            return switch(mode)
+
+        mlp.train = train
+
+    pair = rig.Pair(prepare=merges)
     for _ in range(3):
         pair.step(rig.ONE, rig.TWO)
         pair.evaluate(rig.OTHER)
-        weights = [_second_mlp(trainer).linear_fc1.weight for trainer in pair.both]
-        assert torch.equal(*weights)
+        assert torch.equal(*(_second_mlp(trainer.chunk).linear_fc1.weight for trainer in pair.both))
     pair.ran(2 * (2 + 1) * rig.LAYERS, graphs=(2 + 1) * rig.LAYERS, WARMING_UP=(2 + 1) * rig.LAYERS)
 
 
@@ -284,7 +275,7 @@ def _with_reference_passes(trainer: Trainer, where: str) -> rig.Step:
         if where == "before":
             refer(chunk, micro)
         elif where == "under a hook":
-            with _second_mlp(trainer).register_forward_hook(_tripled):
+            with _second_mlp(trainer.chunk).register_forward_hook(_tripled):
                 refer(chunk, micro)
         found = rig.forward(chunk, micro, trainer.device)
         if where == "after":
@@ -333,8 +324,7 @@ def test_passes_in_modes_that_no_step_begins_in_replay_once_no_micro_batch_is_in
     "contexts", [(torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)]
 )
 def test_nothing_is_captured_in_inference_mode_nor_replayed(contexts: Any, install: rig.Install) -> None:
-    """Its tensors could not be written any more outside of it; buffers of graphs are none. Bug: a model whose
-    first call was in it was never captured, for a counter that it had made then."""
+    """Bug: a model whose first call was in it was never captured, for a counter that it had made then."""
     install()
     model, called = frozen_model(seed=3)
     device = next(model.parameters()).device
@@ -481,8 +471,7 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     graph_safe: bool, tracker_of: Callable[[bool], Any]
 ) -> None:
     """Its backward graph drew another mask than its forward: every gradient was wrong, and nothing said so.
-    Where generators are swapped and not their states, eager draws another mask too. Of such a layer the graph
-    draws the same, unless Megatron leaves the recompute out while it is told of a capture."""
+    Generators are swapped, not their states: then eager draws another mask, too."""
     make, config = seeded(rig.ModelTrainer, partial(tracker_of, graph_safe)), {"add_bias_linear": False}
     report = rig.compare_runs(STEPS, make, prepare=DROPS, config=recompute("mlp", **config)).report
     # Later releases do not recompute while they are told of a capture: states that are set back tell no

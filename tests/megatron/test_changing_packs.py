@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron_rig import CAPACITY, LAYERS, Micro, Pair, Step, forward, grads
 from same_bits import assert_same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph._C import Capacity
 from megagraph.demo.trainer import Trainer
@@ -202,11 +202,10 @@ def _through_the_block(trainer: Trainer, filler: float) -> tuple[Tensor, Step]:
 
 def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_back(pair: Pair) -> None:
     for trainer in pair.both:
-        with torch.no_grad():
-            # What was zero before the last norm is not zero after it.
-            trainer.chunk.decoder.final_layernorm.bias.fill_(0.5)
-            for layer in trainer.chunk.decoder.layers:
-                layer.mlp.linear_fc2.bias.fill_(0.25)
+        # What was zero before the last norm is not zero after it.
+        nn.init.constant_(trainer.chunk.decoder.final_layernorm.bias, 0.5)
+        for layer in trainer.chunk.decoder.layers:
+            nn.init.constant_(layer.mlp.linear_fc2.bias, 0.25)
         trainer.optimizer.reload_model_params()
     pair.step(MICRO, times=2)
     found = []
@@ -220,22 +219,21 @@ def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_
     assert pair.report()["replays"] == (1 + 2) * LAYERS
 
 
-def _with_a_loss(hidden: Tensor) -> Tensor:
-    """Of its own, which every row adds to."""
-    rows = hidden.view_as(hidden)
-    rows.register_hook(lambda grad: grad + 1)
-    return rows
-
-
 @pytest.mark.parametrize("tail", TailConvention)
 @pytest.mark.parametrize("padded", [None, (12, 24)], ids=["plain", "padded"])
 def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(
     tail: TailConvention, padded: tuple[int, ...] | None
 ) -> None:
     """Bug: with `empty-dummy` graphs took the end of the buffer for the pack's."""
+
+    def with_a_loss(hidden: Tensor) -> Tensor:
+        """Of its own, which every row adds to."""
+        (rows := hidden.view_as(hidden)).register_hook(lambda grad: grad + 1)
+        return rows
+
     pair = Pair(plugin={"tail": tail, "capacities": (CAPACITY.replace(num_seqs=3),)})
     for trainer in pair.both:
         norm = trainer.chunk.decoder.layers[0].input_layernorm
-        norm.forward = lambda hidden, plain=norm.forward: plain(_with_a_loss(hidden))
+        norm.forward = lambda hidden, plain=norm.forward: plain(with_a_loss(hidden))
     pair.step(dataclasses.replace(MICRO, padded=padded), times=3)
     assert pair.report()["replays"] == 2 * LAYERS

@@ -113,8 +113,7 @@ def test_a_capture_that_fails_as_a_whole_is_tried_again_only_if_something_change
     report = pair.ran(failures=1, WARMING_UP=3 * LAYERS, CAPTURE_FAILED=3 * 3 * LAYERS)
     assert report["failures"] == ["ArithmeticError: an injected failure"]
     assert len(tried) == 2 and caplog.text.count("Traceback") == 1
-    for trainer in pair.both:
-        block = trainer.chunk.decoder
+    for block in (trainer.chunk.decoder for trainer in pair.both):
         block.layers = torch.nn.ModuleList(reversed(block.layers))
     pair.step(FULL, FULL, times=3)
     assert len(tried) == 3 and pair.report()["failures"] == report["failures"]

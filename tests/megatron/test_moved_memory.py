@@ -118,8 +118,7 @@ def test_what_moved_before_graphs_may_run_again_inside_a_step_is_not_read(pair: 
 
 
 def test_a_frozen_layer_that_was_away_replays_until_it_trains_again(pair: rig.Pair) -> None:
-    """Bug: on another device its parameters lose DDP's hooks, and it stayed eager as if it needed them. It
-    does once it trains: eager's gradients reach no main gradient any more, and a graph's would."""
+    """Bug: parameters that were on another device lose DDP's hooks, and it stayed eager before it trained."""
 
     def of_layer(work: Callable[[Any], object]) -> None:
         pair.each(lambda trainer: work(trainer.chunk.decoder.layers[1]))
@@ -238,8 +237,7 @@ def test_a_call_outside_of_any_schedule_never_replays_moved_memory(trainer: Trai
 
 
 def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None:
-    """Megatron reduces a bucket when as many parameters are ready as in the first step. A graph delivers no
-    gradient of such a parameter; without a word of it the reduction never begins."""
+    """Megatron reduces it when as many are ready as in the first step, and graphs deliver none of this."""
     uses, steps = [True], [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO]]
 
     def scaled(model: Any) -> None:
@@ -263,8 +261,7 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
 
 
 def test_gradients_that_are_away_cost_passes_without_gradients_nothing(captured: rig.Pair) -> None:
-    """Bug: memory of freed gradients was read while a forward-only pass was captured, and crashed. Their
-    absence also counted as a moved address, so that log-probability passes lost their graphs."""
+    """Bugs: a forward-only capture read freed gradients, and crashed; their absence was a moved address."""
 
     def address() -> list[int]:
         return [grad.data_ptr() for _name, grad in captured.graphed.named_main_grads()]

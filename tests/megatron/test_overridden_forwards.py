@@ -66,9 +66,7 @@ def test_an_overridden_forward_replays_with_the_bits_of_eager(model: type, block
     assert report["replays"] >= 4 * LAYERS
 
 
-def test_what_is_entered_is_named_once_and_left_alone_and_called_itself_it_runs_as_given(
-    caplog: Any,
-) -> None:
+def test_what_is_entered_is_named_once_and_left_alone_and_called_itself_it_runs_as_given(caplog: Any) -> None:
     """Such a call passes no door: right, and counted nowhere."""
     before = {cls: vars(cls)["forward"] for cls in (OwnModel, OwnBlock)}
     with caplog.at_level(logging.INFO, logger="megagraph"):
@@ -313,8 +311,7 @@ def test_a_forward_that_comes_and_goes_on_the_instance_is_noticed(which: str) ->
     pair.step(ONE, times=2)
     replays = [pair.report()["replays"]]
     for change in (come, go):
-        for trainer in pair.both:
-            change(trainer.chunk)
+        pair.each(lambda trainer, change=change: change(trainer.chunk))
         pair.step(ONE, times=4)
         replays.append(pair.report()["replays"])
     for _ in range(3):  # what is captured from now on asks the forward of now
@@ -383,8 +380,7 @@ def _move_memory(layers: Any) -> None:
 
 
 def test_a_block_that_a_host_takes_over_is_counted_and_replays_once_it_is_given_back() -> None:
-    """Bug: a model that was refused for a forward stayed so without it, kept its graphs, and was let go when
-    memory moved."""
+    """Bug: a model that was refused for a forward stayed so without it, and was let go when memory moved."""
     pair = host_pair()
     pair.step(FULL, times=3)
     replays = pair.report()["replays"]
