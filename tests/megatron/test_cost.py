@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay costs the host, in calls of Python functions of the plugin, and of anything at all for each
-further layer: the same on every machine, unlike times. What stands for a graph is not counted."""
+"""What a replay and a further layer cost the host, in calls: the same on every machine, unlike times."""
 
 import dataclasses
 import sys
@@ -52,8 +51,7 @@ class Calls:
 
 
 def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tuple[Calls, Calls, Calls]:
-    """The calls of one replayed micro-batch, forward and backward, and of a step boundary. Outside of a
-    schedule DDP takes each micro-batch for the last of its step."""
+    """Calls of a micro-batch's forward, of its backward, which DDP takes for the last, and of a boundary."""
     megagraph.uninstall()
     megagraph.install(graph_config(**plugin))
     trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers), ddp=ddp)
@@ -81,10 +79,7 @@ def _of_plugin(calls: Calls) -> int:
 
 
 def test_a_micro_batch_costs_few_calls_and_a_further_layer_none() -> None:
-    """All replayed layers are one vectorcall forward and one autograd node backward.
-
-    Raise a bound only with a reason: it is paid in every micro-batch, or before every step.
-    """
+    """Raise a bound only with a reason: it is paid in every micro-batch, or before every step."""
     _count(2)  # fills what is cached for as long as the process
     of_two, of_six = _count(2), _count(6)
     for few, many in zip(of_two, of_six, strict=True):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert-parallel overlap that makes gradients of weights later: `delay_wgrad_compute`, in one process. On
-the CPU core's linear layers do as Transformer Engine's do on a GPU."""
+"""Overlap with `delay_wgrad_compute` in one process. On the CPU core's linears do as Transformer Engine's."""
 
 import contextlib
 import itertools
@@ -25,7 +24,6 @@ STEPS = 7 if rig.ON_GPU else 5
 BREAKS = 2  # the step that raises
 HOOKED = 3  # the first step with a hook
 HOW = ["unfused", "fused"]
-SHARED = moe_rig.CASES["shared experts"]
 
 
 @engines
@@ -46,7 +44,7 @@ def test_weights_whose_gradients_come_later_have_the_bits_of_others(
 def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ...]) -> None:
     """What shared experts and attention leave, of which one may be eager; a dense layer's MLP always is."""
     for kinds in ("EE", "-E"):
-        compare(steps_of(4, fills=False), scopes, kinds=kinds, delays="unfused", **SHARED)
+        compare(steps_of(4, fills=False), scopes, kinds=kinds, delays="unfused", **moe_rig.SHARED)
 
 
 @engines

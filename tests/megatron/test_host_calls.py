@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of verl, Megatron-Bridge and ms-swift: each replays, or runs eager for a reason that is counted.
-`graph` against `eager` bit for bit, in rounds of the host's phases whose packs change."""
+"""The calls of verl, Megatron-Bridge and ms-swift replay, or run eager for a reason that is counted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

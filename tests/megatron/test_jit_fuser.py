@@ -72,7 +72,6 @@ def test_a_compiled_model_runs_as_its_compiler_has_it() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_layers_beside_a_compiled_module_replay() -> None:
     """Bug: a cycle of dynamo's kept an output of the verification, and with it the only slot."""
-
     steps = [[Micro(lengths=(9, 20), seed=seed)] for seed in range(4)]
     compiled = rig.around_mlps(partial(torch.compile, backend="eager"))
     ran(compare_runs(steps, prepare=compiled).report, 3 * LAYERS, WARMING_UP=LAYERS)

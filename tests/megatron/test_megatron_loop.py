@@ -123,9 +123,8 @@ def test_the_log_is_that_of_every_other_mode(spec: str, tmp_path: Path, measured
     logs = {name: log for name, (log, _) in runs.items()}
     compared = {}
     for mode in others:
-        compared[f"{first}, {mode}"] = _differ(logs[first], logs[mode])
-        resumed = logs[f"{first}, resumed"], logs[f"{mode}, resumed"]
-        compared[f"{first}, {mode}, resumed"] = _differ(*resumed)
+        for run in ("", ", resumed"):
+            compared[f"{first}, {mode}{run}"] = _differ(logs[f"{first}{run}"], logs[f"{mode}{run}"])
     for mode in modes:
         # The second line after a start has the mean loss of two steps: Megatron's.
         later = {name: of for name, of in logs[f"{mode}, resumed"].items() if name != f"loss {HALF + 2}"}

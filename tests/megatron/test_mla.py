@@ -84,8 +84,7 @@ def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str)
 
 
 def test_an_embedding_that_layers_share_is_itself_again_afterwards() -> None:
-    """Bugs: it was put back once for each of them, which failed, and left the whole model without graphs. And
-    buffers that came up while it was asked stayed, so that a layer looked changed."""
+    """Bugs: it was put back once for each, which failed; buffers that came up while it was asked stayed."""
     block = rig.ModelTrainer(mla="plain, YaRN", config=FUSED).chunk.decoder
     shared, *_ = _embeddings(block)
     for layer in block.layers:

@@ -47,7 +47,6 @@ class Row(NamedTuple):
 TABLE: dict[str, Row] = {}
 HYBRIDS: dict[str, Row] = {}  # whose classes have other names in other releases
 HAS_HYBRID = seams.HYBRID_FORWARD.problem() is None
-HALVES: list[Scopes] = [("attn",), ("mlp",), ("attn", "mlp")]
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
@@ -58,7 +57,7 @@ def add(table: dict[str, Row], name: str, row: Row) -> None:
 
 # -- dense layers ------------------------------------------------------------------------------------
 
-for scopes, ddp in zip(HALVES, (BUCKETS, {}, BUCKETS), strict=True):
+for scopes, ddp in ((("attn",), BUCKETS), (("mlp",), {}), (("attn", "mlp"), BUCKETS)):
     add(TABLE, "buckets" if ddp else "dense", Row(ModelTrainer, {"ddp": ddp}, scopes))
 # Megatron's recompute of an MLP hands out its bias, whose gradient it then looks for for ever.
 for scopes, other in ((("attn",), "mlp"), (("mlp",), "core_attn")):

@@ -45,9 +45,7 @@ engines = pytest.mark.parametrize(
 )
 
 needs_sorting = pytest.mark.skipif(not seams.permutation_sorts(), reason="permutes into shapes that vary")
-Act = Callable[[Any], contextlib.AbstractContextManager[Any]]
 BUSY = ("communication", "compute")
-LATE_US = 3000.0  # longer than the host takes to reach the consumer
 
 
 @engines
@@ -129,7 +127,7 @@ def test_packs_below_their_capacity_have_its_bits() -> None:
     assert_same_bits(*(train(steps, mode) for mode in ("eager", "graph")))
 
 
-def compared_while(act: Act, *, also_eager: bool = False) -> dict[str, Any]:
+def compared_while(act: Callable[[Any], Any], *, also_eager: bool = False) -> dict[str, Any]:
     """Trains eager and graphed, and with something done around the last steps. Returns the graphed report."""
     steps = steps_of(FEW, fills=False, masks=True)
 
@@ -221,10 +219,9 @@ def test_what_a_graph_has_staged_of_a_layer_before_it_is_freed_unless_somebody_s
 MICROS = steps_of(BREAKS + 2)
 _PLACES = [f"{node} {way}" for node in overlap_rig.NODES for way in ("forward", "backward")]
 _PLACES.remove("loss_func backward")  # is no node's
-Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def in_place(place: str) -> Break:
+def in_place(place: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """In the second micro-batch, beside whose forward the backward of the first runs."""
     number = CALLS + 1 if place.split()[0] in overlap_rig.OF_LAYERS else 2
     return partial(in_nodes, raising(place, number), behind=True)
@@ -270,7 +267,7 @@ def busy(kind: str) -> contextlib.AbstractContextManager[None]:
 
     def act(place: str) -> None:
         if (place.split()[0] in overlap_rig.EXCHANGES) == (kind == "communication"):
-            keep_busy(LATE_US)
+            keep_busy(us=3000.0)  # longer than the host takes to reach the consumer
 
     return in_nodes(act) if kind else contextlib.nullcontext()
 
@@ -353,7 +350,6 @@ def test_each_way_of_the_benchmark_is_measured(experts: None, monkeypatch: pytes
     pairs = (MICRO_BATCHES - 1) * case.model.layers
     assert {int(part.partition(" ")[0]) for part in parts} == {0, *range(1, pairs + 1)}
     nodes = {name.replace("attn ", f"{overlap_rig.FIRST} ") for name in found["nodes"]}
-    assert {name.split()[0] for name in nodes} == {*overlap_rig.OF_LAYERS}
-    assert {name.split()[0] for name in nodes if name.endswith("weights")} == {*overlap_rig.OF_LAYERS} - {
-        *overlap_rig.EXCHANGES
-    }
+    of_layers, late = {*overlap_rig.OF_LAYERS}, {name for name in nodes if name.endswith("weights")}
+    assert {name.split()[0] for name in nodes} == of_layers
+    assert {name.split()[0] for name in late} == of_layers - {*overlap_rig.EXCHANGES}
