@@ -144,6 +144,14 @@ ARGUMENTS = (
 Pretrain = Callable[[str], dict[str, str]]
 
 
+def log_figures(log: str) -> dict[str, str]:
+    """The printed loss and gradient norm of each step, and the loss of each evaluation."""
+    figures = dict(re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log))
+    for number, loss, norm in re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log):
+        figures |= {f"loss {number}": loss, f"grad norm {number}": norm}
+    return figures
+
+
 @pytest.fixture
 def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Pretrain:
     """Runs the script with arguments; returns what the log says of each step and evaluation."""
@@ -171,11 +179,7 @@ def pretrain(monkeypatch: Any, capfd: Any, documents: Path) -> Pretrain:
             global_vars.destroy_global_vars()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             rerun_state_machine.destroy_rerun_state_machine()
-        log = capfd.readouterr().out
-        figures = dict(re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log))
-        for number, loss, norm in re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log):
-            figures |= {f"loss {number}": loss, f"grad norm {number}": norm}
-        return figures
+        return log_figures(capfd.readouterr().out)
 
     return run
 
