@@ -175,7 +175,7 @@ size_t ValueHasher::operator()(PyObject* value) {
     } else {
       dicts_->push_back(py::reinterpret_borrow<py::object>(value));
     }
-    hash = combined(of_type(value), of_entries(value));
+    hash = combined(of_type(value), of_entries(value, true));
   } else if (PyAnySet_Check(value)) {
     if (PySet_Check(value)) meet_mutable();
     hash = combined(of_type(value), of_set(value));
@@ -188,7 +188,7 @@ size_t ValueHasher::operator()(PyObject* value) {
       dicts_->push_back(attributes);
       has_met_mutable_ = true;  // the object may be given another one
     }
-    hash = combined(of_identity(value), of_attributes(attributes.ptr()));
+    hash = combined(of_identity(value), of_entries(attributes.ptr(), false));
   } else if (PyObject* fields = fields_of(value)) {
     meet_mutable();
     hash = combined(of_identity(value), of_slots(value, fields));
@@ -239,31 +239,22 @@ size_t ValueHasher::of_sequence(PyObject* sequence) {
   return hash.value();
 }
 
-// In their order, in which a loop meets them.
-size_t ValueHasher::of_entries(PyObject* dict) {
+// Content is in the order in which a loop meets it. Of attributes, what was taken out and put in
+// again is the same.
+size_t ValueHasher::of_entries(PyObject* dict, bool in_order) {
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t place = 0, count = 0;
   Hash hash(PyDict_Size(dict));
+  size_t sum = 0;
   while (count++ < kLargest && PyDict_Next(dict, &place, &key, &value)) {
     const auto held = py::reinterpret_borrow<py::object>(value);
     const auto name = py::reinterpret_borrow<py::object>(key);
-    hash.mix((*this)(name.ptr()));
-    hash.mix((*this)(held.ptr()));
+    const size_t entry = combined((*this)(name.ptr()), (*this)(held.ptr()));
+    if (in_order) hash.mix(entry);
+    sum += entry;
   }
+  hash.mix(sum);
   return hash.value();
-}
-
-// Without their order: what was taken out and put in again is the same.
-size_t ValueHasher::of_attributes(PyObject* dict) {
-  PyObject *key = nullptr, *value = nullptr;
-  Py_ssize_t place = 0, count = 0;
-  size_t sum = spread(PyDict_Size(dict));
-  while (count++ < kLargest && PyDict_Next(dict, &place, &key, &value)) {
-    const auto held = py::reinterpret_borrow<py::object>(value);
-    const auto name = py::reinterpret_borrow<py::object>(key);
-    sum += combined((*this)(name.ptr()), (*this)(held.ptr()));
-  }
-  return sum;
 }
 
 // Of a dataclass without a dictionary of attributes. A field may be unset.

@@ -41,8 +41,7 @@ class ValueHasher {
 
  private:
   size_t of_sequence(PyObject* sequence);
-  size_t of_entries(PyObject* dict);
-  size_t of_attributes(PyObject* dict);
+  size_t of_entries(PyObject* dict, bool in_order);
   size_t of_set(PyObject* set);
   size_t of_slots(PyObject* object, PyObject* fields);
   size_t of_members(PyObject* object);

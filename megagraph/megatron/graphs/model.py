@@ -253,13 +253,12 @@ class GraphedModel:
         self.unlearned = None
         self.dispatcher.count_eager(reason)
 
-    def watch_backward(self, out: Any) -> None:
-        """Of an eager call, which returns `out` of its block: others may share it."""
+    def watch_backward(self, out: Any, reason: EagerReason) -> None:
+        """Of a call that runs eager for a reason, and returns `out` of its block: others may share it."""
         captures = self.captures
         if isinstance(out, Tensor) and captures.ddp() is not None:
-            # What comes later is noticed in the backwards of graphs.
-            is_late = captures.bank.variants and self.entries.are_settled
-            captures.bank.watch_backward(out, [] if is_late else captures.graphed_params())
+            is_before_graphs = reason is EagerReason.WARMING_UP  # else their backwards notice it, if any do
+            captures.bank.watch_backward(out, captures.graphed_params() if is_before_graphs else [])
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> int | None:
         """Leases a slot for a micro-batch and returns the variant whose graphs replay it; None runs it eager.
@@ -387,7 +386,7 @@ class GraphedModel:
             changes.has_resumed = False
             if changes.reason is not None:
                 return
-            dispatcher, bank = self.dispatcher, self.captures.bank
+            dispatcher, bank = self.dispatcher, self.captures.bank  # another one if graphs were dropped
             # Somebody's hooks of saved tensors, or modes, would be part of the capture, or look into it.
             against = bank.reason_before_step(training=True, look_at_grads=False)
             under = "anomaly detection" if torch.is_anomaly_enabled() else against and against.name

@@ -172,7 +172,7 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
             args, kwargs = by_name(doors.names, args, kwargs)
             out = _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
             if batch.reason is not None:
-                graphs.watch_backward(out)
+                graphs.watch_backward(out, batch.reason)
             return out
         reached, inside = doors.reached, kwargs
         if isinstance(batch, MicroBatch) and not doors.is_plain:
@@ -194,8 +194,9 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
             entered = given.get("hidden_states")
             graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
             graphs.count_as_given(reason, entered)
-        if isinstance(batch, EagerReason) or batch.reason is not None:
-            graphs.watch_backward(out)  # an eager one's
+        eager_reason = batch if isinstance(batch, EagerReason) else batch.reason
+        if eager_reason is not None:
+            graphs.watch_backward(out, eager_reason)
         return out
 
     return call
