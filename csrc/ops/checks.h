@@ -6,6 +6,8 @@
 
 #include <limits>
 
+#include "csrc/ops/rope_rotation.h"
+
 namespace megagraph {
 
 inline void check_cu_seqlens(const at::Tensor& cu_seqlens, const char* op) {
@@ -48,6 +50,21 @@ inline void check_context_parallel(int64_t cp_size, int64_t cp_rank, const char*
                     cp_size);
   TORCH_CHECK_VALUE(cp_size <= std::numeric_limits<int32_t>::max() / 2, op, ": cp_size ", cp_size,
                     " does not fit int32 with its pieces");
+}
+
+inline RopeScalar rope_scalar_of(at::ScalarType type, const char* op) {
+  switch (type) {
+    case at::kHalf:
+      return RopeScalar::kHalf;
+    case at::kBFloat16:
+      return RopeScalar::kBFloat16;
+    case at::kFloat:
+      return RopeScalar::kFloat;
+    case at::kDouble:
+      return RopeScalar::kDouble;
+    default:
+      TORCH_CHECK_VALUE(false, op, ": expected a floating dtype, got ", type);
+  }
 }
 
 }  // namespace megagraph

@@ -57,7 +57,6 @@ struct RopeArgs {
   const int32_t* cu_seqlens;
   int32_t num_tensors, tokens, num_seqs, positions, rotary_dim, cp_size, cp_rank;
 };
-enum class RopeScalar { kHalf, kBFloat16, kFloat, kDouble };
 void rope_thd(const RopeArgs& args, RopeScalar scalar, RopeLayout layout, bool backward,
               cudaStream_t stream);
 

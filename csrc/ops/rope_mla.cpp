@@ -138,21 +138,6 @@ std::vector<at::Tensor> run_cpu(const RopeMlaTensors& all) {
 // -- CUDA ----------------------------------------------------------------------------------------
 
 #ifdef MEGAGRAPH_WITH_CUDA
-RopeScalar scalar_of(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf:
-      return RopeScalar::kHalf;
-    case at::kBFloat16:
-      return RopeScalar::kBFloat16;
-    case at::kFloat:
-      return RopeScalar::kFloat;
-    case at::kDouble:
-      return RopeScalar::kDouble;
-    default:
-      TORCH_CHECK_VALUE(false, kRopeMla, ": expected a floating dtype, got ", type);
-  }
-}
-
 RopeMlaView view_of(const at::Tensor& t) {
   if (!t.defined()) return {};
   return {t.data_ptr(), t.stride(0), t.stride(1), static_cast<int32_t>(t.size(1)),
@@ -178,7 +163,8 @@ std::vector<at::Tensor> run_cuda(const RopeMlaTensors& all) {
   args.rotary_dim = static_cast<int32_t>(all.cos.size(1));
   args.cp_size = static_cast<int32_t>(all.cp_size);
   args.cp_rank = static_cast<int32_t>(all.cp_rank);
-  rope_mla(args, scalar_of(all.cos.scalar_type()), backward, c10::cuda::getCurrentCUDAStream());
+  rope_mla(args, rope_scalar_of(all.cos.scalar_type(), kRopeMla), backward,
+           c10::cuda::getCurrentCUDAStream());
   return all.results(backward);
 }
 #endif

@@ -28,6 +28,8 @@ enum class RopeLayout : int32_t { kNeox, kInterleaved, kMla };
 
 enum class RopeRounding : int32_t { kEach, kFused };
 
+enum class RopeScalar { kHalf, kBFloat16, kFloat, kDouble };
+
 template <typename scalar_t>
 struct RopePair {
   scalar_t first;

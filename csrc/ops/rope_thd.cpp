@@ -165,7 +165,6 @@ class RopeThd : public torch::autograd::Function<RopeThd> {
                                                 int64_t cp_size, int64_t cp_rank) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({cos, sin, cu_seqlens_padded});
-    ctx->saved_data["num_tensors"] = static_cast<int64_t>(tensors.size());
     ctx->saved_data["interleaved"] = interleaved;
     ctx->saved_data["mla_interleaved"] = mla_interleaved;
     ctx->saved_data["cp_size"] = cp_size;
@@ -215,21 +214,6 @@ namespace {
 
 static_assert(kMaxTensors == kMaxRopeTensors);
 
-RopeScalar rope_scalar(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf:
-      return RopeScalar::kHalf;
-    case at::kBFloat16:
-      return RopeScalar::kBFloat16;
-    case at::kFloat:
-      return RopeScalar::kFloat;
-    case at::kDouble:
-      return RopeScalar::kDouble;
-    default:
-      TORCH_CHECK_VALUE(false, "rope_thd: expected a floating dtype, got ", type);
-  }
-}
-
 template <bool backward>
 std::vector<at::Tensor> rope_thd_cuda(at::TensorList tensors, const at::Tensor& cos,
                                       const at::Tensor& sin, const at::Tensor& cu_seqlens_padded,
@@ -261,8 +245,8 @@ std::vector<at::Tensor> rope_thd_cuda(at::TensorList tensors, const at::Tensor& 
     args.first_head[n + 1] = args.first_head[n] + static_cast<int32_t>(t.size(1));
     args.dim[n] = static_cast<int32_t>(t.size(2));
   }
-  rope_thd(args, rope_scalar(tensors[0].scalar_type()), rope_layout(interleaved, mla_interleaved),
-           backward, c10::cuda::getCurrentCUDAStream());
+  rope_thd(args, rope_scalar_of(cos.scalar_type(), "rope_thd"),
+           rope_layout(interleaved, mla_interleaved), backward, c10::cuda::getCurrentCUDAStream());
   return result;
 }
 

@@ -81,7 +81,7 @@ Keys thd_context_keys_cpu(const at::Tensor& cu_seqlens_padded, int64_t total_tok
   const auto total = static_cast<int32_t>(total_tokens), size = static_cast<int32_t>(cp_size);
   const auto rank = static_cast<int32_t>(cp_rank), none = static_cast<int32_t>(keys.numel());
   for (int32_t half = 0; half < queries.numel(); ++half) {
-    const ContextOffsets at = context_offsets(cu, num_seqs, half, size, rank);
+    const ContextOffsets at = context_offsets(cu, half, size, rank);
     queries.mutable_data_ptr<int32_t>()[half] = at.queries;
     seen.mutable_data_ptr<int32_t>()[half] = at.keys;
   }

@@ -27,9 +27,8 @@ C10_HOST_DEVICE inline int32_t seen_by_second(int32_t cp_size, int32_t cp_rank) 
 struct ContextOffsets {
   int32_t queries, keys;
 };
-C10_HOST_DEVICE inline ContextOffsets context_offsets(const int32_t* cu, int32_t num_seqs,
-                                                      int32_t half, int32_t cp_size,
-                                                      int32_t cp_rank) {
+C10_HOST_DEVICE inline ContextOffsets context_offsets(const int32_t* cu, int32_t half,
+                                                      int32_t cp_size, int32_t cp_rank) {
   const int32_t doc = half / 2, chunks = 2 * cp_size;
   ContextOffsets at{cu[doc] / cp_size, cu[doc] / chunks * (chunks + 1)};
   if (half % 2 == 1) {

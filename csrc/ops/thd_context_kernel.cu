@@ -28,7 +28,7 @@ __global__ void context_keys_kernel(ContextKeys maps) {
   const auto it = static_cast<int32_t>(at);
   const int32_t* cu = maps.cu_seqlens;
   if (at <= 2 * int64_t{maps.num_seqs}) {
-    const ContextOffsets found = context_offsets(cu, maps.num_seqs, it, maps.cp_size, maps.cp_rank);
+    const ContextOffsets found = context_offsets(cu, it, maps.cp_size, maps.cp_rank);
     maps.queries[at] = found.queries;
     maps.seen[at] = found.keys;
   }

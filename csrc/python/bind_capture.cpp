@@ -113,8 +113,7 @@ void bind_edges(py::module_& m) {
 #ifdef MEGAGRAPH_WITH_CUDA
 void bind_cuda(py::module_& m) {
   py::class_<PoolHold, std::shared_ptr<PoolHold>>(m, "PoolHold")
-      .def(py::init<c10::DeviceIndex, std::pair<uint64_t, uint64_t>>(), py::arg("device_index"),
-           py::arg("pool"))
+      .def(py::init<c10::DeviceIndex, c10::MempoolId_t>(), py::arg("device_index"), py::arg("pool"))
       .def_property_readonly("pool", &PoolHold::pool);
   py::class_<PassMemory, std::shared_ptr<PassMemory>>(m, "PassMemory")
       .def(py::init<>())
@@ -127,9 +126,10 @@ void bind_cuda(py::module_& m) {
   m.def("reserve", &reserve, py::arg("device_index"), py::arg("pool"), py::arg("num_bytes"));
   m.def(
       "capture_work",
-      [](MempoolId pool, const std::vector<at::Generator>& generators,
-         std::shared_ptr<PoolHold> scratch, MempoolId lent, std::shared_ptr<PassMemory> memory,
-         const std::function<void()>& body, const std::function<void()>& give_back) {
+      [](c10::MempoolId_t pool, const std::vector<at::Generator>& generators,
+         std::shared_ptr<PoolHold> scratch, c10::MempoolId_t lent,
+         std::shared_ptr<PassMemory> memory, const std::function<void()>& body,
+         const std::function<void()>& give_back) {
         return ExecutableHandle{capture_work(pool, generators, std::move(scratch), lent,
                                              std::move(memory), body, give_back)};
       },
@@ -141,7 +141,7 @@ void bind_cuda(py::module_& m) {
   m.def("take_note", &take_note, py::arg("device_index"), py::arg("pool"));
   m.def("taken_bytes", &taken_bytes, py::arg("pool"));
   py::class_<PoolLoan>(m, "PoolLoan")
-      .def(py::init<c10::DeviceIndex, MempoolId, const PoolNote&>(), py::arg("device_index"),
+      .def(py::init<c10::DeviceIndex, c10::MempoolId_t, const PoolNote&>(), py::arg("device_index"),
            py::arg("pool"), py::arg("note"))
       .def_property_readonly("is_open", &PoolLoan::is_open)
       .def("__enter__", &PoolLoan::begin)

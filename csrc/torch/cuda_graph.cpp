@@ -25,7 +25,7 @@ void TorchGraph::register_generator([[maybe_unused]] const at::Generator& genera
 #endif
 }
 
-void TorchGraph::begin(std::pair<uint64_t, uint64_t> pool) {
+void TorchGraph::begin(c10::MempoolId_t pool) {
   state_ = State::kBeginning;
   capture_begin(pool, cudaStreamCaptureModeThreadLocal);
   state_ = State::kCapturing;

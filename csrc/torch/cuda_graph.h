@@ -37,15 +37,10 @@
 #include <ATen/cuda/CUDAGraph.h>
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-#include <utility>
-
 namespace megagraph {
 
 class TorchGraph : private at::cuda::CUDAGraph {
  public:
-  enum class State { kNew, kBeginning, kCapturing, kDone };
-
   TorchGraph() = default;
   ~TorchGraph();
   TorchGraph(const TorchGraph&) = delete;
@@ -55,18 +50,19 @@ class TorchGraph : private at::cuda::CUDAGraph {
   void register_generator(const at::Generator& generator);
 
   // On the current stream, thread-local; once.
-  void begin(std::pair<uint64_t, uint64_t> pool);
+  void begin(c10::MempoolId_t pool);
   void end();
   // Note [A failed capture]. Does nothing before begin() and after end().
   void abort() noexcept;
 
-  State state() const { return state_; }
   cudaGraphExec_t exec() const { return graph_exec_; }
   bool uses_rng() const;
   // Launches on the current stream, and advances the generators as eager would.
   using at::cuda::CUDAGraph::replay;
 
  private:
+  enum class State { kNew, kBeginning, kCapturing, kDone };
+
   void end_stream_capture() noexcept;
   bool gives_pool_back() const;
   void keep_workspaces() noexcept;

@@ -13,8 +13,7 @@ at::HostAllocator* host_allocator() { return at::getHostAllocator(at::kCUDA); }
 
 }  // namespace
 
-PoolHold::PoolHold(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool)
-    : device_(device), pool_(pool) {
+PoolHold::PoolHold(c10::DeviceIndex device, c10::MempoolId_t pool) : device_(device), pool_(pool) {
   c10::cuda::CUDACachingAllocator::createOrIncrefPool(device_, pool_);
   // Pinned memory has a pool of the same name. It can be taken only by routing to it for a moment,
   // and a capture into one that was given up fails (an internal assertion of torch 2.11).
@@ -27,8 +26,7 @@ PoolHold::~PoolHold() {
   attempt([&] { c10::cuda::CUDACachingAllocator::releasePool(device_, pool_); });
 }
 
-void end_routing_to(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool,
-                    bool has_begun) noexcept {
+void end_routing_to(c10::DeviceIndex device, c10::MempoolId_t pool, bool has_begun) noexcept {
   using namespace c10::cuda::CUDACachingAllocator;
   if (attempt([&] { endAllocateToPool(device, pool); }) || has_begun) {
     attempt([&] { releasePool(device, pool); });

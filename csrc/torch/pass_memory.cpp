@@ -60,8 +60,8 @@ void reserve(c10::DeviceIndex device, c10::MempoolId_t pool, size_t bytes) {
   TORCH_CHECK_WITH(OutOfMemoryError, is_there, "a slot's pool needs ", bytes, " bytes");
 }
 
-PassWatch::PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch, MempoolId lent,
-                     std::shared_ptr<PassMemory> memory)
+PassWatch::PassWatch(c10::DeviceIndex device, c10::MempoolId_t pool, c10::MempoolId_t scratch,
+                     c10::MempoolId_t lent, std::shared_ptr<PassMemory> memory)
     : device_(device),
       pool_(pool),
       scratch_(scratch),
@@ -84,7 +84,7 @@ void PassWatch::begin() {
   // In place of the capture's own routing, which would take all; its end ends that of `pool_`.
   allocator::endAllocateToPool(device_, pool_);
   is_routing_ = true;
-  const auto route_to = [this](MempoolId pool) {
+  const auto route_to = [this](c10::MempoolId_t pool) {
     allocator::beginAllocateToPool(device_, pool, [this, pool](cudaStream_t stream) {
       return is_capturing(stream) && pool_of_next() == pool;
     });
@@ -94,7 +94,7 @@ void PassWatch::begin() {
   if (lent_ != pool_) route_to(lent_);
 }
 
-PassWatch::MempoolId PassWatch::pool_of_next() const {
+c10::MempoolId_t PassWatch::pool_of_next() const {
   if (is_other_ || seen_.size() >= memory_->allocations.size()) return pool_;
   switch (memory_->allocations[seen_.size()].kind) {
     case PassMemory::Kind::kTemporary:
@@ -116,7 +116,7 @@ void PassWatch::see_any(const TraceEntry& entry) {
 void PassWatch::see(const TraceEntry& entry) {
   if (entry.device_ != device_) return;
   if (entry.action_ == TraceEntry::ALLOC) {
-    const MempoolId pool = entry.mempool_;
+    const c10::MempoolId_t pool = entry.mempool_;
     if (is_over_ || (pool != scratch_ && pool != pool_ && pool != lent_)) return;
     const size_t index = seen_.size();
     seen_.push_back({entry.size_, PassMemory::Kind::kKept});
@@ -137,7 +137,7 @@ void PassWatch::see(const TraceEntry& entry) {
   }
 }
 
-size_t PassWatch::num_live_in(MempoolId pool) const {
+size_t PassWatch::num_live_in(c10::MempoolId_t pool) const {
   return std::count_if(live_.begin(), live_.end(),
                        [pool](const auto& it) { return it.second.pool == pool; });
 }

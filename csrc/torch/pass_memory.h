@@ -64,12 +64,10 @@ void reserve(c10::DeviceIndex device, c10::MempoolId_t pool, size_t bytes);
 // Watches one capture; one at a time in a process. What is not known yet, it learns.
 class PassWatch {
  public:
-  using MempoolId = c10::MempoolId_t;
-
   // `pool`: that to which the capture routes. `scratch`: a pool that somebody holds. `lent`:
   // another one, for what is given back, or `pool`.
-  PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch, MempoolId lent,
-            std::shared_ptr<PassMemory> memory);
+  PassWatch(c10::DeviceIndex device, c10::MempoolId_t pool, c10::MempoolId_t scratch,
+            c10::MempoolId_t lent, std::shared_ptr<PassMemory> memory);
   ~PassWatch();
   PassWatch(const PassWatch&) = delete;
   PassWatch& operator=(const PassWatch&) = delete;
@@ -87,19 +85,19 @@ class PassWatch {
  private:
   static void see_any(const c10::CachingDeviceAllocator::TraceEntry& entry);
   void see(const c10::CachingDeviceAllocator::TraceEntry& entry);
-  MempoolId pool_of_next() const;
+  c10::MempoolId_t pool_of_next() const;
   void stop_routing() noexcept;
   void stop() noexcept;
 
   const c10::DeviceIndex device_;
-  const MempoolId pool_, scratch_, lent_;
+  const c10::MempoolId_t pool_, scratch_, lent_;
   const std::shared_ptr<PassMemory> memory_;
   std::vector<PassMemory::Allocation> seen_;
   struct Live {
     size_t index;  // in seen_
-    MempoolId pool;
+    c10::MempoolId_t pool;
   };
-  size_t num_live_in(MempoolId pool) const;
+  size_t num_live_in(c10::MempoolId_t pool) const;
   std::unordered_map<size_t, Live> live_;  // by address
   const bool is_learning_;
   bool is_other_ = false;  // than the pass that is known

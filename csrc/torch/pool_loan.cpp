@@ -10,11 +10,11 @@ namespace megagraph {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-PoolNote take_note(c10::DeviceIndex device, MempoolId pool) {
+PoolNote take_note(c10::DeviceIndex device, c10::MempoolId_t pool) {
   return {allocator::getCheckpointState(device, pool)};
 }
 
-size_t taken_bytes(MempoolId pool) {
+size_t taken_bytes(c10::MempoolId_t pool) {
   size_t bytes = 0;
   for (const auto& segment : allocator::snapshot(pool, /*include_traces=*/false).segments) {
     bytes += segment.active_size;
@@ -22,7 +22,7 @@ size_t taken_bytes(MempoolId pool) {
   return bytes;
 }
 
-PoolLoan::PoolLoan(c10::DeviceIndex device, MempoolId pool, const PoolNote& note)
+PoolLoan::PoolLoan(c10::DeviceIndex device, c10::MempoolId_t pool, const PoolNote& note)
     : device_(device), pool_(pool) {
   if (taken_bytes(pool_) != 0) return;
   const PoolNote nothing = take_note(device_, pool_);

@@ -13,29 +13,25 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <utility>
 
 namespace megagraph {
-
-using MempoolId = std::pair<uint64_t, uint64_t>;
 
 // Which blocks of a pool are taken.
 struct PoolNote {
   std::shared_ptr<c10::cuda::CUDACachingAllocator::AllocatorState> state;
 };
 
-PoolNote take_note(c10::DeviceIndex device, MempoolId pool);
+PoolNote take_note(c10::DeviceIndex device, c10::MempoolId_t pool);
 
 // Bytes of a pool that somebody holds, or that another stream may still read.
-size_t taken_bytes(MempoolId pool);
+size_t taken_bytes(c10::MempoolId_t pool);
 
 class PoolLoan {
  public:
   // Lends what was free when the note was taken; nothing where something in the pool is taken now.
   // `note` must be of this pool.
-  PoolLoan(c10::DeviceIndex device, MempoolId pool, const PoolNote& note);
+  PoolLoan(c10::DeviceIndex device, c10::MempoolId_t pool, const PoolNote& note);
   ~PoolLoan();
   PoolLoan(const PoolLoan&) = delete;
   PoolLoan& operator=(const PoolLoan&) = delete;
@@ -51,7 +47,7 @@ class PoolLoan {
 
  private:
   const c10::DeviceIndex device_;
-  const MempoolId pool_;
+  const c10::MempoolId_t pool_;
   bool is_open_ = false, is_routing_ = false;
   c10::cuda::CUDACachingAllocator::CheckpointDelta claims_;  // frees them when it goes
 };

@@ -60,6 +60,10 @@ def test_what_trains_nothing_needs_a_gradient_if_its_input_does(device: str, fro
     assert pair.eager_calls() == {}
 
 
+EMPTY = Applies(lambda hidden, none: (hidden + none.sum())[:, :0], has_weight=True)
+EMPTY.weight = nn.Parameter(torch.empty(0))
+
+
 @pytest.mark.parametrize(
     ("layers", "dtype"),
     [
@@ -68,8 +72,9 @@ def test_what_trains_nothing_needs_a_gradient_if_its_input_does(device: str, fro
         ([nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 5)], torch.float32),
         ([nn.Identity(), Block(), nn.Identity(), nn.Identity(), Block()], torch.float32),
         ([Block()] * 3, torch.float32),
+        ([Block(), EMPTY], torch.float32),
     ],
-    ids=["bfloat16", "float64", "other widths", "without work", "one layer several times"],
+    ids=["bfloat16", "float64", "other widths", "without work", "one layer several times", "empty"],
 )
 def test_any_dtype_and_width_has_same_bits(device: str, layers: list[nn.Module], dtype: torch.dtype) -> None:
     copies = copy.deepcopy(nn.ModuleList(layers)).to(dtype)

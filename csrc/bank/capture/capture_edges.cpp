@@ -134,8 +134,12 @@ void CaptureEdges::keep(std::vector<at::Tensor>& buffers,
 // The same memory, which the pool owns, by a tensor that does not.
 at::Tensor CaptureEdges::boundary(const at::Tensor& buffer) const {
   if (!buffer.defined() || options_.device().is_cpu()) return buffer;
-  return at::from_blob(buffer.data_ptr(), buffer.sizes(), buffer.strides(),
-                       buffer.options().requires_grad(false));
+  // Of an empty one torch could not ask the driver where its memory is.
+  return at::for_blob(buffer.data_ptr(), buffer.sizes())
+      .strides(buffer.strides())
+      .options(buffer.options().requires_grad(false))
+      .target_device(buffer.device())
+      .make_tensor();
 }
 
 void CaptureEdges::to_boundaries(std::vector<at::Tensor>& buffers) const {

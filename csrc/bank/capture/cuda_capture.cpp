@@ -50,10 +50,9 @@ class CudaExecutable final : public Executable {
 
 }  // namespace
 
-std::unique_ptr<Executable> capture_work(std::pair<uint64_t, uint64_t> pool,
+std::unique_ptr<Executable> capture_work(c10::MempoolId_t pool,
                                          const std::vector<at::Generator>& generators,
-                                         std::shared_ptr<PoolHold> scratch,
-                                         std::pair<uint64_t, uint64_t> lent,
+                                         std::shared_ptr<PoolHold> scratch, c10::MempoolId_t lent,
                                          std::shared_ptr<PassMemory> memory,
                                          const std::function<void()>& body,
                                          const std::function<void()>& give_back) {

@@ -8,7 +8,6 @@
 
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "csrc/bank/executable.h"
@@ -26,10 +25,9 @@ namespace megagraph {
 // else the capture learns it.
 //
 // A capture that fails leaves nothing behind: csrc/torch/cuda_graph.h, Note [A failed capture].
-std::unique_ptr<Executable> capture_work(std::pair<uint64_t, uint64_t> pool,
+std::unique_ptr<Executable> capture_work(c10::MempoolId_t pool,
                                          const std::vector<at::Generator>& generators,
-                                         std::shared_ptr<PoolHold> scratch,
-                                         std::pair<uint64_t, uint64_t> lent,
+                                         std::shared_ptr<PoolHold> scratch, c10::MempoolId_t lent,
                                          std::shared_ptr<PassMemory> memory,
                                          const std::function<void()>& body,
                                          const std::function<void()>& give_back);

@@ -135,8 +135,8 @@ GraphBank::~GraphBank() {
 void GraphBank::become(BankState next) {
   const BankState now = state();
   TORCH_CHECK(may_become(now, next), "a ", name_of(now), " bank cannot become ", name_of(next));
-  status_->state.store(next);
   if (next == BankState::kSealed) seal();
+  status_->state.store(next);
 }
 
 int GraphBank::add_variant(Variant variant) {
