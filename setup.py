@@ -47,7 +47,6 @@ OPS_WITH_KERNELS = [
 ]
 OPS = ["rope_mla_tensors", "varlen_attention", "varlen_attention_cpu"]
 BANK = [
-    "host_executable",
     "capture/capture_edges",
     "capture/main_grad_node",
     "capture/op_trace",
@@ -97,7 +96,6 @@ WATCH = [
 DECIDE = [
     "best_capacities",
     "dispatch",
-    "document_costs",
     "due_variants",
     "pack_schedule",
     "placement",
@@ -122,7 +120,6 @@ CUDA_SOURCES = [
     "csrc/torch/cuda_graph.cpp",
     "csrc/torch/graph_pool.cpp",
     "csrc/torch/pass_memory.cpp",
-    "csrc/torch/pool_loan.cpp",
 ]
 
 

@@ -29,6 +29,13 @@ class Executable {
 
 // Host backend: runs `body` again on the static buffers. It shares every path with the GPU except
 // the graph itself; it claims no speed and cannot show pool hazards.
-std::unique_ptr<Executable> make_host_executable(std::function<void()> body);
+class HostExecutable final : public Executable {
+ public:
+  explicit HostExecutable(std::function<void()> body) : body_(std::move(body)) {}
+  void launch() override { body_(); }
+
+ private:
+  const std::function<void()> body_;
+};
 
 }  // namespace megagraph

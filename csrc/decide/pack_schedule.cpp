@@ -8,7 +8,6 @@
 #include <optional>
 #include <utility>
 
-#include "csrc/decide/document_costs.h"
 #include "csrc/decide/placement.h"
 #include "csrc/decide/require.h"
 

@@ -10,7 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "csrc/ops/capturing.h"
+#include "csrc/torch/cuda_streams.h"
 #include "csrc/torch/numerics.h"
 
 namespace megagraph {

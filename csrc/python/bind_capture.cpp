@@ -14,7 +14,6 @@
 #include "csrc/python/argument_values.h"
 #include "csrc/python/bindings.h"
 #include "csrc/torch/graph_pool.h"
-#include "csrc/torch/pool_loan.h"
 #include "csrc/torch/python_errors.h"
 
 namespace py = pybind11;
@@ -23,13 +22,13 @@ namespace megagraph {
 namespace {
 
 // Errors of `body` cross autograd threads as torch's own python_error.
-ExecutableHandle make_host_executable_of(py::function body) {
+ExecutableHandle make_host_executable(py::function body) {
   const auto held =
       std::shared_ptr<py::function>(new py::function(std::move(body)), [](py::function* f) {
         const py::gil_scoped_acquire gil;
         delete f;
       });
-  return {make_host_executable([held] {
+  return {std::make_unique<HostExecutable>([held] {
     const py::gil_scoped_acquire gil;
     try {
       (*held)();
@@ -154,7 +153,7 @@ void bind_cuda(py::module_& m) {
 
 void bind_capture(py::module_& m) {
   py::class_<ExecutableHandle>(m, "Executable");
-  m.def("make_host_executable", &make_host_executable_of, py::arg("body"));
+  m.def("make_host_executable", &make_host_executable, py::arg("body"));
 
   using Target =
       std::tuple<at::Tensor, std::optional<at::Tensor>, std::optional<std::function<bool()>>>;

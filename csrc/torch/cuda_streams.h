@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the current stream does, and streams that this process makes for itself. For CUDA builds.
+// What streams capture at the moment, and streams that this process makes for itself. For CUDA
+// builds.
 //
 // No release differs.
 #pragma once
@@ -11,13 +12,41 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <mutex>
+#include <optional>
 #include <vector>
 
 namespace megagraph {
 
-// Whether it captures. A capture that has failed and has not ended counts as well.
+// Whether the current stream captures. A capture that has failed and has not ended counts as well.
 inline bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+// What a stream captures.
+struct Capturing {
+  unsigned long long id;
+  cudaGraph_t graph;  // owned by the stream; may be read, and its nodes' attributes set
+
+  std::vector<cudaGraphNode_t> nodes() const {
+    size_t count = 0;
+    C10_CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &count));
+    std::vector<cudaGraphNode_t> found(count);
+    if (count > 0) C10_CUDA_CHECK(cudaGraphGetNodes(graph, found.data(), &count));
+    return found;
+  }
+};
+
+// Nothing if the stream captures nothing, or if its capture is broken.
+inline std::optional<Capturing> capturing_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  Capturing found{};
+#if CUDART_VERSION >= 13000
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &found.id, &found.graph));
+#else
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo_v2(stream, &status, &found.id, &found.graph));
+#endif
+  if (status != cudaStreamCaptureStatusActive) return std::nullopt;
+  return found;
 }
 
 // One non-blocking stream for each device, made when it is first asked for.

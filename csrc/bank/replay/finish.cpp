@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "csrc/bank/replay/launch.h"
-#include "csrc/bank/replay/range.h"
+#include "csrc/torch/profiler_range.h"
 
 namespace megagraph {
 

@@ -19,7 +19,7 @@
 
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/slot_ring.h"
-#include "csrc/bank/replay/variant_graphs.h"
+#include "csrc/bank/replay/site.h"
 #include "csrc/torch/version_counter.h"
 
 namespace megagraph {

@@ -28,7 +28,6 @@
 #include "csrc/bank/signature.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
-#include "csrc/bank/replay/variant_graphs.h"
 #include "csrc/bank/staging/grid_tables.h"
 #include "csrc/bank/staging/metadata.h"
 #include "csrc/bank/staging/staging.h"

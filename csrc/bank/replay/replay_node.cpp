@@ -11,7 +11,7 @@
 
 #include "csrc/bank/replay/launch.h"
 #include "csrc/bank/replay/leased_storage.h"
-#include "csrc/bank/replay/range.h"
+#include "csrc/torch/profiler_range.h"
 #include "csrc/torch/accumulators.h"
 #include "csrc/torch/numerics.h"
 #include "csrc/torch/storages.h"

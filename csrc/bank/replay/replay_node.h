@@ -19,7 +19,6 @@
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
-#include "csrc/bank/replay/variant_graphs.h"
 #include "csrc/bank/staging/staging.h"
 #include "csrc/torch/nodes.h"
 #include "csrc/torch/version_counter.h"

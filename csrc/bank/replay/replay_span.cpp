@@ -17,7 +17,7 @@
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/launch.h"
 #include "csrc/bank/replay/leased_storage.h"
-#include "csrc/bank/replay/range.h"
+#include "csrc/torch/profiler_range.h"
 #include "csrc/bank/replay/replay_node.h"
 #include "csrc/torch/thread_state.h"
 

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include "csrc/decide/eager_reason.h"
 #include "csrc/bank/executable.h"
 #include "csrc/bank/signature.h"
+#include "csrc/torch/numerics.h"
 
 namespace megagraph {
 
@@ -111,6 +113,24 @@ class Site {
   std::vector<std::vector<std::shared_ptr<SiteGraph>>> graphs_;  // [variant][slot]
   int64_t calls_ = 1;
   EagerReason eager_reason_ = EagerReason::kCaptureFailed;
+};
+
+// The graphs of every site for one variant and slot, as replays and their backwards use them. Made
+// when the bank is sealed, so that no micro-batch gathers them.
+struct VariantGraphs {
+  std::vector<std::shared_ptr<SiteGraph>> sites;  // null where a site stays eager
+  // Whether all of them can be launched in one go: Note [Spans] in replay_span.cpp.
+  bool is_linked = false;
+  NumericSettings numerics;  // in force when they were captured
+
+  // Whether a parameter with main_grad holds a gradient besides, as one does after Megatron's FP32
+  // optimizer until zero_grad(). Eager adds the next gradient to that one, and their sum to
+  // main_grad, where a graph adds the next one alone.
+  bool have_other_grads() const {
+    return std::any_of(sites.begin(), sites.end(), [](const auto& graph) {
+      return graph != nullptr && graph->have_other_grads();
+    });
+  }
 };
 
 }  // namespace megagraph
