@@ -76,14 +76,19 @@ def test_a_schedule_that_is_told_of_no_length_learns_from_packs_alone(install: r
     rig.ran(rig.report_of(trainer), 2 * rig.LAYERS, WARMING_UP=rig.LAYERS)
 
 
+@pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_a_mask_beside_a_pack_reaches_the_layers(install: rig.Install, mode: str) -> None:
-    """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it."""
+def test_a_mask_beside_a_pack_reaches_the_layers(install: rig.Install, mode: str, is_behind: bool) -> None:
+    """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it. Later one
+    that a hook handed to the block, behind the model's forward, still was."""
     trainer = trained(install, mode=mode)
     before = rig.report_of(trainer)
     mask = torch.zeros(1, 1, rig.ONE.physical, rig.ONE.physical, dtype=torch.bool, device=trainer.device)
     seen = given_to(trainer.chunk.decoder.layers[0])
-    call(trainer, attention_mask=mask)
+    asked = {"attention_mask": mask}
+    if is_behind:
+        rig.hands(trainer.chunk.decoder, lambda given: {**given, **asked})
+    call(trainer, **({} if is_behind else asked))
     assert [given["attention_mask"] is mask for given in seen] == [True]
     assert rig.eager_since(rig.report_of(trainer), before) == {"SIGNATURE_CHANGED": rig.LAYERS}
 

@@ -231,17 +231,18 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
             graphs.look_at_table(table, get("packed_seq_params"), entered)
             graphs.count_as_given(batch, entered)
             return original(block, hidden_states, attention_mask, *args, **kwargs)
-        shows_rows = bool(get("extract_layer_indices"))  # between the layers, beside the output
-        if shows_rows:
+        # A mask between documents that was put in behind the model's forward, or rows between the layers.
+        as_given = attention_mask is not None or bool(get("extract_layer_indices"))
+        if as_given:
             graphs.dispatcher.run_as_given(batch, entered, table)
-        variant = None if shows_rows else graphs.begin(batch, entered, table, mask)
+        variant = None if as_given else graphs.begin(batch, entered, table, mask)
         if variant is None:
             rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
-            no_mask = given.pop("attention_mask")
+            del given["attention_mask"]
             hidden_states, instead = (rows, {}) if is_first else (hidden_states, {"input_tensor": rows})
             with stand_in(block, **instead):
-                out = original(block, hidden_states, no_mask, *args, **given)
-            if shows_rows:
+                out = original(block, hidden_states, attention_mask, *args, **given)
+            if as_given:
                 return out
             out = batch.cut(out)
             graphs.verifier.keep_gradient(batch, out)
