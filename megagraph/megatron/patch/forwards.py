@@ -170,7 +170,8 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
         if doors.is_own is False and isinstance(batch, MicroBatch):
             doors.reached += 1
             args, kwargs = by_name(doors.names, args, kwargs)
-            out = _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
+            entered = _entered(block, kwargs.get("hidden_states"))
+            out = _one_by_one(graphs, batch, functools.partial(original, block, *args), entered, kwargs)
             if batch.reason is not None:
                 graphs.watch_backward(out, batch.reason)
             return out
@@ -179,9 +180,7 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
             args, kwargs = by_name(doors.names, args, kwargs)
             get = kwargs.get
             if get("packed_seq_params") is batch.constant_params():  # its forward may run layers itself
-                is_first = getattr(block, "pre_process", True)
-                entered = get("hidden_states") if is_first else block.input_tensor
-                is_own = batch.is_own(get("rotary_pos_emb"), entered)
+                is_own = batch.is_own(get("rotary_pos_emb"), _entered(block, get("hidden_states")))
                 doors.handed = batch.given_params(is_own_table=is_own)
                 inside = {**kwargs, "packed_seq_params": doors.handed}
         out = original(block, *args, **inside)
@@ -191,7 +190,7 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
             now.is_own = bool(now.is_own)
             reason = graphs.entries.block_missed(batch)
             _args, given = by_name(doors.names, args, kwargs)
-            entered = given.get("hidden_states")
+            entered = _entered(block, given.get("hidden_states"))
             graphs.look_at_table(given.get("rotary_pos_emb"), given.get("packed_seq_params"), entered)
             graphs.count_as_given(reason, entered)
         eager_reason = batch if isinstance(batch, EagerReason) else batch.reason
@@ -216,8 +215,7 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         entries, batch, get = graphs.entries, graphs.running, kwargs.get
         entries.block.is_own = True
         entries.block.reached += 1
-        is_first = getattr(block, "pre_process", True)
-        entered = hidden_states if is_first else block.input_tensor
+        entered = _entered(block, hidden_states)
         table, mask = get("rotary_pos_emb"), get("padding_mask")
         if isinstance(batch, MicroBatch):
             pack, expected = get("packed_seq_params"), batch.constant_params()
@@ -239,13 +237,12 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         if variant is None:
             rows, given = batch.pad(entered), {**kwargs, **batch.layer_arguments()}
             del given["attention_mask"]
-            hidden_states, instead = (rows, {}) if is_first else (hidden_states, {"input_tensor": rows})
+            instead = {} if getattr(block, "pre_process", True) else {"input_tensor": rows}
             with stand_in(block, **instead):
-                out = original(block, hidden_states, attention_mask, *args, **given)
-            if as_given:
-                return out
-            out = batch.cut(out)
-            graphs.verifier.keep_gradient(batch, out)
+                out = original(block, hidden_states if instead else rows, attention_mask, *args, **given)
+            if not as_given:
+                out = batch.cut(out)
+                graphs.verifier.keep_gradient(batch, out)
             return out
         loop = LayerLoop(graphs.captures, batch, variant)
         if kept:
@@ -304,12 +301,18 @@ def _has_expected(
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 
 
-def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, given: dict[str, Any]) -> Any:
-    """Runs a block of layers, each of which replays or runs eager by itself.
+def _entered(block: Any, hidden_states: Any) -> Any:
+    """The hidden states that enter a block which is called with some: a later stage has received others."""
+    return hidden_states if getattr(block, "pre_process", True) else block.input_tensor
+
+
+def _one_by_one(
+    graphs: GraphedModel, batch: MicroBatch, original: _Function, hidden_states: Any, given: dict[str, Any]
+) -> Any:
+    """Runs a block of layers that some hidden states enter; each layer replays or runs eager by itself.
 
     What comes without the pack that was handed on, or with another one, runs as it is.
     """
-    hidden_states = given.get("hidden_states")
     if hidden_states is None or given.get("packed_seq_params") is not batch.constant_params():
         graphs.count_as_given(EagerReason.SIGNATURE_CHANGED, hidden_states)
         return original(**given)
@@ -325,7 +328,8 @@ def _one_by_one(graphs: GraphedModel, batch: MicroBatch, original: _Function, gi
             graphs.dispatcher.end(batch)
     if variant is not None and layers.num_called == 0:
         graphs.count_as_given(graphs.entries.block_missed(batch))
-    return out
+    # Of a layer's memory, of which the schedule frees no part.
+    return out.clone() if graphs.hands_on and isinstance(out, Tensor) else out
 
 
 def wrap_prediction(plugin: Plugin, original: _Function) -> _Function:
