@@ -179,6 +179,18 @@ def test_a_pack_that_is_put_behind_the_models_forward_is_the_layers(is_other: bo
     assert pair.costs(rig.ONE) == ({"SIGNATURE_CHANGED": rig.LAYERS} if is_other else {})
 
 
+def test_what_is_put_behind_the_models_forward_once_is_of_one_micro_batch(pair: rig.Pair) -> None:
+    """Bug: beside it the table seemed to have a row for each token, so that nothing replayed any more."""
+    full, other = rig.Micro(lengths=(40, 24)), rig.Micro(lengths=(30, 34))
+    pair.step(full, rig.ONE, times=3)
+    put = {"packed_seq_params": other.params(pair.eager.device)}
+    for trainer in pair.both:
+        handle = rig.hands(trainer.chunk.decoder, lambda given: {**given, **put})
+        rig.step(trainer, [full], update=False, eager=trainer is pair.eager)
+        handle.remove()
+    assert pair.costs(full, rig.ONE) == {}
+
+
 @pytest.mark.parametrize(("more", "reason"), [(2, None), (6, "TOO_MANY_SEQUENCES")])
 def test_padded_offsets_may_have_more_documents(more: int, reason: str | None, pair: rig.Pair) -> None:
     """Bug: they were counted by the actual ones, and more than the capacity's were an error."""

@@ -178,9 +178,9 @@ def wrap_block_call(plugin: Plugin, original: _Function) -> _Function:
         reached, inside = doors.reached, kwargs
         if isinstance(batch, MicroBatch) and not doors.is_plain:
             args, kwargs = by_name(doors.names, args, kwargs)
-            get = kwargs.get
-            if get("packed_seq_params") is batch.constant_params():  # its forward may run layers itself
-                is_own = batch.is_own(get("rotary_pos_emb"), _entered(block, get("hidden_states")))
+            if kwargs.get("packed_seq_params") is batch.constant_params():  # it may run layers itself
+                entered = _entered(block, kwargs.get("hidden_states"))
+                is_own = batch.is_own(kwargs.get("rotary_pos_emb"), entered)
                 doors.handed = batch.given_params(is_own_table=is_own)
                 inside = {**kwargs, "packed_seq_params": doors.handed}
         out = original(block, *args, **inside)
@@ -220,8 +220,9 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         if isinstance(batch, MicroBatch):
             pack, expected = get("packed_seq_params"), batch.constant_params()
             if pack is not expected and not _is_one_of(pack, (expected, entries.block.handed)):
-                batch = EagerReason.SIGNATURE_CHANGED  # on the way somebody has put another one there
-            elif not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
+                graphs.count_as_given(EagerReason.SIGNATURE_CHANGED, entered)  # the table is of another
+                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            if not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
                 graphs.dispatcher.run_as_given(batch, entered, table)
                 kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
@@ -229,8 +230,7 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
             graphs.look_at_table(table, get("packed_seq_params"), entered)
             graphs.count_as_given(batch, entered)
             return original(block, hidden_states, attention_mask, *args, **kwargs)
-        # A mask between documents that was put in behind the model's forward, or rows between the layers.
-        as_given = attention_mask is not None or bool(get("extract_layer_indices"))
+        as_given = attention_mask is not None or bool(get("extract_layer_indices"))  # no graph has either
         if as_given:
             graphs.dispatcher.run_as_given(batch, entered, table)
         variant = None if as_given else graphs.begin(batch, entered, table, mask)
