@@ -215,7 +215,7 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         entries, batch, get = graphs.entries, graphs.running, kwargs.get
         entries.block.is_own = True
         entries.block.reached += 1
-        entered = _entered(block, hidden_states)
+        entered = hidden_states if getattr(block, "pre_process", True) else block.input_tensor  # `_entered()`
         table, mask = get("rotary_pos_emb"), get("padding_mask")
         if isinstance(batch, MicroBatch):
             pack, expected = get("packed_seq_params"), batch.constant_params()
