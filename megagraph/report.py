@@ -116,8 +116,8 @@ def scalars(reports: Sequence[ModelReport], since: Sequence[ModelReport] = ()) -
 
 def _counts(report: ModelReport) -> dict[str, float]:
     """All that grows while a model runs."""
-    counts = {what: report[what] for what in ("calls", "replays", "capture_seconds", "replayed_rows")}
-    counts["padding_rows"] = round(report["replayed_rows"] * (report["padding_share"] or 0.0))
+    counts = {what: report.get(what, 0) for what in ("calls", "replays", "capture_seconds", "replayed_rows")}
+    counts["padding_rows"] = round(counts["replayed_rows"] * (report["padding_share"] or 0.0))
     counts |= {f"eager/{reason}": count for reason, count in report["eager"].items()}
     for size, of_size in report.get("cp_sizes", {}).items():
         counts |= {f"cp_{size}/{what}": count for what, count in of_size.items()}

@@ -90,6 +90,7 @@ def test_a_model_that_was_never_called_has_counts_of_0_and_no_shares() -> None:
     assert not [label for label in rows if label.startswith("eager")]
     assert set(scalars([IDLE]).values()) == {0.0}
     assert not [name for name in scalars([IDLE]) if "share" in name]
+    assert scalars([{key: MODEL[key] for key in KEYS}])["megagraph/GPTModel/replayed_rows"] == 0.0
     assert cells([])["layer calls"] == []
 
 
