@@ -72,7 +72,8 @@ def _end(config: GraphConfig, ended_by: str) -> None:
     plugin, reports = installed_plugin(), megagraph.reports()
     megagraph.uninstall()
     if rank() == 0:
-        why = "mode is off" if config.mode == "off" else "the script has called uninstall()"
+        is_off = config.mode == "off"
+        why = "mode is off, so no report is written" if is_off else "the script has called uninstall()"
         said = verdict(reports) if plugin is not None else f"nothing is known: {why}"
         if ended_by and plugin is not None and not reports:
             said = f"nothing replayed: {ended_by} ended the script before a model ran"

@@ -228,7 +228,8 @@ def test_a_run_ends_with_what_was_replayed_or_why_that_is_not_known(files: Files
             "",
             "nothing is known: the script has called uninstall()",
         ),
-        ("pass", "mode = 'off'", "nothing is known: mode is off"),
+        ("pass", "mode = 'off'", "nothing is known: mode is off, so no report is written"),
+        ("import megagraph as it; it.install(it.GraphConfig())", "mode = 'off'", "nothing is known: mode"),
         (seven, "", f"60 % of layer calls replayed; 20 % eager, {raise_it}"),
     ):
         assert run("--config", files.toml(TOML + toml), files.script(script), "5", "pass") == 0

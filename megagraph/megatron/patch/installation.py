@@ -152,15 +152,17 @@ def install(
     global _plugin, _asked, _process
     name_of = _naming(name)
     version = seams.check_core()  # may be the first to import it, for which megagraph/auto.py waits
-    installed = None if _plugin is None else _asked
-    config = _as_config(config, installed)
-    if installed is not None:
-        if config == installed:
+    config = _as_config(config, _asked)
+    if _asked is not None:
+        if config == _asked:
             if name_of is not None and _plugin is not None:
                 _plugin.name_of = name_of
             return
-        option = next(it for it, value in vars(config).items() if value != getattr(installed, it))
-        difference = f"{option} is {getattr(installed, option)}, not {getattr(config, option)}"
+        if _plugin is None:
+            log.info("mode is off, and the script's own install() does nothing")
+            return
+        option = next(it for it, value in vars(config).items() if value != getattr(_asked, it))
+        difference = f"{option} is {getattr(_asked, option)}, not {getattr(config, option)}"
         raise RuntimeError(
             f"megagraph is installed already, with other options ({difference}): "
             "uninstall() first, or under `megagraph run` or MEGAGRAPH_AUTO leave install() out of the script"
@@ -189,9 +191,9 @@ def install(
 
 def install_with(config: GraphConfig, **changes: Any) -> None:
     """For a command that changes options of the user, which a script may still ask for."""
-    global _asked
+    global _asked, _process
     install(dataclasses.replace(config, **changes))
-    _asked = config
+    _asked, _process = config, os.getpid()  # in mode `off` as well
 
 
 def _as_config(given: object, installed: GraphConfig | None) -> GraphConfig:
@@ -232,10 +234,10 @@ def uninstall() -> None:
 
 
 def _take_out() -> None:
-    global _plugin
+    global _plugin, _asked
     if os.getpid() != _process:  # a fork: graphs and report are its parent's
         return
-    _plugin = None
+    _plugin = _asked = None
     _undo.close()
 
 
