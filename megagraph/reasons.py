@@ -92,7 +92,7 @@ def remedy_of(reason: str, reports: Sequence[Mapping[str, Any]]) -> str:
     models = [report for report in reports if reason in report["eager"]]
     if reason in _NEEDED:
         key, words = _NEEDED[reason]
-        most = max((needed[key] for it in models if (needed := it.get("most_needed"))), default=0)
+        most = max((needed.get(key, 0) for it in models if (needed := it.get("most_needed"))), default=0)
         if not most:
             return remedy
         enough = 1 << (most - 1).bit_length() if key == "num_seqs" else most

@@ -80,6 +80,11 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float)
 
 
+def _are_sites(value: object) -> bool:
+    keys = {"site", "variant", "why"}
+    return isinstance(value, list) and all(isinstance(it, dict) and keys <= it.keys() for it in value)
+
+
 def _is_capacity(value: object) -> bool:
     return isinstance(value, dict) and all(_is_count(value.get(key)) for key in ("tokens", "num_seqs"))
 
@@ -107,7 +112,10 @@ _FURTHER: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "counts by size",
         lambda it: isinstance(it, dict) and all(_EXPECTED["eager"][1](each) for each in it.values()),
     ),
-    "verification": ("an object", lambda it: isinstance(it, dict)),
+    "verification": (
+        "an object with site, variant and why of each of unverified_sites",
+        lambda it: isinstance(it, dict) and _are_sites(it.get("unverified_sites", [])),
+    ),
 }
 
 
