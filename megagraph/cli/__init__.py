@@ -4,7 +4,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import megagraph
 from megagraph.cli import advise, demo, doctor, options, reports, run
@@ -18,6 +18,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(ExitCode.BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Says of a mistyped option which command it was typed for; argparse would name none."""
+        known, unknown = super().parse_known_args(args, namespace)
+        return (known, unknown) if not unknown else self.error(f"unrecognized arguments: {' '.join(unknown)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +64,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         return ended_by(command, error)
     return work()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -49,7 +49,7 @@ def add_script(parser: argparse.ArgumentParser, *, is_optional: bool = False) ->
         help="without a GPU: what Megatron does on CUDA devices happens on the CPU",
     )
     parser.add_argument("script", nargs="?" if is_optional else None, help="the script, run as __main__")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script").required = False
 
 
 def check_script(options: argparse.Namespace) -> None:

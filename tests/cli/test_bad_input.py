@@ -18,7 +18,7 @@ COMMAND_LINES = """
  -> expected a command; see megagraph --help
 train -> argument demo | run
 --versoin -> unrecognized arguments: --versoin
-demo --layres 2 -> unrecognized arguments: --layres 2
+demo --layres 2 -> unrecognized arguments: --layres 2; see megagraph demo --help
 demo --layers two -> argument --layers: invalid int value: 'two'
 demo --layers 0 -> --layers: expected at least 1, got 0
 demo --layers 99999999999 -> --layers: expected at most 1000, got 99999999999
@@ -38,7 +38,7 @@ demo --data short.jsonl -> short.jsonl:2: document of 1 tokens is under the mini
 demo --json . -> --json: expected a file, . is a folder
 demo --json text.txt/new.json -> --json: expected a file that can be written, got text.txt/new.json
 demo --json text.txt/deeper/new.json -> --json: expected a file that can be written, got text.txt/deeper/
-run -> the following arguments are required: script
+run -> the following arguments are required: script; see megagraph run --help
 run gone.py -> expected a script, gone.py is no file
 run --config gone.toml script.py -> --config: expected a TOML file, gone.toml is no file
 run --config bytes script.py -> bytes: expected TOML, 'utf-8' codec can't decode byte 0xff
