@@ -168,11 +168,8 @@ def _verdict(
         return None, False, "whether it pays is not known: without a GPU there are no times"
     if speed_up is None:
         had = f"expected {FEWEST_PAIRS} pairs of eager and graphed blocks, got {len(found.pairs)}"
-        return (
-            None,
-            False,
-            f"whether it pays is not known: {had}; the script has ended, or replays too rarely",
-        )
+        why = f"{had}; the script has ended, or replays too rarely"
+        return None, False, f"whether it pays is not known: {why}"
     estimate, low, high = speed_up
     measured = f"graphed steps are {estimate:.2f} times as fast ({low:.2f} to {high:.2f}, 95 %)"
     if low > 1:

@@ -103,7 +103,8 @@ def _versions() -> Iterator[_Finding]:
     yield _Finding("megagraph", f"{megagraph.__version__}, {kernels}")
     yield _Finding("Python", platform.python_version())
     # Any other torch would have been an error when megagraph was imported.
-    yield _Finding("torch", f"{torch.__version__}, {_or('CUDA ', torch.version.cuda, 'without CUDA')}")
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield _Finding("torch", f"{torch.__version__}, {cuda}")
     core, supported = _version("megatron-core"), " or ".join(seams.SUPPORTED)
     try:
         core = seams.check_core()
@@ -114,10 +115,6 @@ def _versions() -> Iterator[_Finding]:
         yield _Finding("megatron-core", f"{core}, {tested}")
         yield _Finding("its seams", "; ".join(seams.misfits()) or "all as expected")
     yield _Finding("Transformer Engine", _version("transformer-engine") or "none, and not needed")
-
-
-def _or(begins: str, value: str | None, otherwise: str) -> str:
-    return f"{begins}{value}" if value else otherwise
 
 
 def _machine() -> Iterator[_Finding]:
@@ -148,8 +145,8 @@ def _first_line(*command: str) -> str:
 def _in_force(config: GraphConfig) -> Iterator[_Finding]:
     names = sorted(name for name, value in os.environ.items() if name.startswith("MEGAGRAPH_") and value)
     yield _Finding("variables", "\n".join(f"{name}={os.environ[name]}" for name in names) or "none")
-    default = GraphConfig()
-    changed = [f"{name} = {value}" for name, value in vars(config).items() if value != getattr(default, name)]
+    default = GraphConfig().spelled()
+    changed = [f"{name} = {value}" for name, value in config.spelled().items() if value != default.get(name)]
     yield _Finding("options", "\n".join(changed) or "as by default")
 
 
@@ -213,7 +210,8 @@ def _rehearse(options: argparse.Namespace, config: GraphConfig) -> int:
     given = ["--config", str(options.config)] if options.config is not None else []
     given += [word for each in (*options.set, "cuda_graph_nvtx=true") for word in ("--set", each)]
     words = shlex.join([*given, *["-m"] * options.is_module, options.script, *options.arguments])
-    print(f"to profile it (not run by doctor): {_PROFILE} {words}")
+    if graphed:
+        print(f"to profile it (not run by doctor): {_PROFILE} {words}")
     return code
 
 
@@ -221,8 +219,5 @@ def _memory(kept: int, most: int) -> str:
     if not most:
         return "-"
     least = f"{kept / 2**20:.0f} MiB"
-    return (
-        f"{least} to {most / 2**20:.0f} MiB"
-        if most > kept
-        else f"at least {least} (a GPU tells how much more)"
-    )
+    told = f"{least} to {most / 2**20:.0f} MiB"
+    return told if most > kept else f"at least {least} (a GPU tells how much more)"

@@ -22,6 +22,7 @@ def test_an_installation_is_told_with_its_versions_and_the_exit_code_says_whethe
     capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
+    monkeypatch.setenv("MEGAGRAPH_CAPACITIES", "8:2")
     assert main([*AS_JSON]) == 0
     document = json.loads(capsys.readouterr().out)
     found = {it["what"]: it["found"] for it in document["findings"]}
@@ -29,7 +30,8 @@ def test_an_installation_is_told_with_its_versions_and_the_exit_code_says_whethe
     assert found["megagraph"].startswith(megagraph.__version__)
     assert found["torch"].startswith(str(torch.__version__))
     assert found["megatron-core"].endswith(", tested") and found["its seams"] == "all as expected"
-    assert "MEGAGRAPH_MODE=eager" in found["variables"].splitlines() and found["options"] == "mode = eager"
+    assert "MEGAGRAPH_MODE=eager" in found["variables"].splitlines()
+    assert found["options"] == "mode = eager\ncapacities = ['8:2:8']"
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "megagraph: all fits"
     monkeypatch.setattr(seams.BLOCK_FORWARD.owner(), "forward", lambda self, hidden_states: None)
@@ -109,3 +111,5 @@ def test_a_refused_model_and_a_script_without_any_say_so(files: Files, capsys: A
     document = rehearsed(files, capsys, "raise SystemExit", 1)
     assert document["rehearsed"] == []
     assert document["verdict"].startswith("nothing would be graphed: no model")
+    assert main(["doctor", str(files.script("pass"))]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("megagraph: nothing would be graphed")
