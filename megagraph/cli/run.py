@@ -48,7 +48,7 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
         elif os.environ.get("MEGAGRAPH_REPORT"):
             written = "environment: MEGAGRAPH_REPORT"
         else:
-            written = f"{options.config}: report"
+            written = f"{options.config or os.environ.get('MEGAGRAPH_CONFIG')}: report"
         check_target(written, config.report)
     return partial(_run, options, config)
 

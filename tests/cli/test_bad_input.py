@@ -167,10 +167,14 @@ def test_of_variables(refused: Refused, monkeypatch: MonkeyPatch, typed: str, sa
 
 
 @pytest.mark.parametrize(("typed", "said"), cases(TOML))
-def test_of_a_file(refused: Refused, tmp_path_factory: TempPathFactory, typed: str, said: str) -> None:
+def test_of_a_file(
+    refused: Refused, tmp_path_factory: TempPathFactory, monkeypatch: MonkeyPatch, typed: str, said: str
+) -> None:
     path = tmp_path_factory.mktemp("config") / "bad.toml"
     path.write_text(f"[megagraph]\n{typed}\n")
     assert refused("run", "--config", str(path), "script.py").startswith(f"megagraph run: {path}: {said}")
+    monkeypatch.setenv("MEGAGRAPH_CONFIG", str(path))  # "None: report: ..." was said of it
+    assert f"{path}: {said}" in refused("run", "script.py")
 
 
 @pytest.mark.megatron
