@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,8 +221,7 @@ def flat(steps: Sequence[Sequence[Pack]]) -> list[Pack]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_packs_of_a_case_are_the_same_and_some_over_capacity(case: Case, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(packs, "load_documents", cache(packs.load_documents))  # some 5,000 files
+def test_packs_of_a_case_are_the_same_and_some_over_capacity(case: Case) -> None:
     steps = case.steps(104)
     assert [len(step) for step in steps] == [MICRO_BATCHES] * 104
     for one, other in zip(flat(case.steps(3)), flat(steps[:3]), strict=True):

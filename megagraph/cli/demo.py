@@ -124,10 +124,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
     if groups is not None and heads % groups:
         raise ValueError(f"--query-groups: expected a divisor of --heads ({heads}), got {groups}")
     if options.max_document is not None and options.max_document > options.pack_tokens:
-        raise ValueError(
-            f"--max-document: expected at most --pack-tokens ({options.pack_tokens}), "
-            f"got {options.max_document}"
-        )
+        pack = f"--pack-tokens ({options.pack_tokens})"
+        raise ValueError(f"--max-document: expected at most {pack}, got {options.max_document}")
 
 
 def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[Sequence[Pack]]) -> int:
@@ -208,10 +206,10 @@ def _show(
     console: Console, agreement: Agreement, report: dict[str, Any], times: tuple[StepTimes, StepTimes] | None
 ) -> None:
     console.print(report_table([report]))
-    console.print(verdict([report]), markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"loss {agreement.losses[0]:.4f} -> {agreement.losses[-1]:.4f} over {agreement.steps} steps"
-    )
+    said = verdict([report]).replace("cuda_graph_max_packed_seqs", "--max-packed-seqs")  # as typed here
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    losses = agreement.losses
+    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {agreement.steps} steps")
     if times is not None:
         console.print(_time_table(times, report))
     if not agreement.bitwise_equal:

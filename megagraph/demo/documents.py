@@ -67,8 +67,8 @@ class Document:
 
 def load_documents(
     path: Path | None, *, min_length: int = 1, max_length: int | None = None
-) -> list[Document]:
-    """Reads every document before returning any, so that a bad last row starts no work.
+) -> Iterator[Document]:
+    """Reads every row before returning any, so that a bad last one starts no work; paragraphs when asked for.
 
     Args:
         path: a ``.jsonl``, each row of which is a document, in the first of the columns that it has:
@@ -88,13 +88,13 @@ def load_documents(
     if max_length is not None and max_length < min_length:
         raise ValueError(f"expected max_length of at least min_length ({min_length}), got {max_length}")
     if path is None:
-        return [*_paragraphs(limits)]
+        return _paragraphs(limits)
     if not path.is_file() or path.suffix.lower() != ".jsonl":
         found = "a folder" if path.is_dir() else repr(path.name) if path.exists() else "nothing there"
         raise DocumentError(f"{path}: expected a .jsonl file, found {found}")
     if path.stat().st_size == 0:
         raise DocumentError(f"{path}: expected at least one document, got an empty file")
-    return [*_rows(path, limits)]
+    return iter([*_rows(path, limits)])
 
 
 # --- Python's own library ---------------------------------------------------------------------

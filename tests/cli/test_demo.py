@@ -141,6 +141,7 @@ def test_a_run_without_a_replay_ends_with_3_and_says_what_to_change(
         assert compare("--data", data, *arguments, code=3, steps=steps, warmup_steps="3").replays == 0
         out = capsys.readouterr().out
         assert f"Nothing was replayed: {why}" in out and "bit-equal" not in out
+        assert "cuda_graph_max_packed_seqs" not in out  # which nobody has typed
 
 
 def test_other_weights_are_found_in_the_first_step_and_end_with_1(

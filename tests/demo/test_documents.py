@@ -30,7 +30,7 @@ def write_files(folder: Path, **files: bytes) -> Path:
     return folder
 
 
-def contents(documents: list[Document]) -> list[list[int]]:
+def contents(documents: Iterable[Document]) -> list[list[int]]:
     return [document.tokens.tolist() for document in documents]
 
 
@@ -44,7 +44,7 @@ def refuses(path: Path | None, message: str, **options: Any) -> None:
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=8))
 def test_any_text_comes_back_byte_for_byte(tmp_path_factory: TempPathFactory, texts: list[str]) -> None:
     path = Files(tmp_path_factory.mktemp("rows")).jsonl(*({"text": text} for text in texts))
-    documents = load_documents(path)
+    documents = [*load_documents(path)]
     assert [bytes(tokens).decode() for tokens in contents(documents)] == texts
     assert [document.name for document in documents] == [f"docs.jsonl:{it + 1}" for it in range(len(texts))]
 
@@ -84,13 +84,13 @@ def test_the_standard_library_is_its_text_and_sources_only_in_the_same_order_eac
     assert [it.name for it in load_documents(None)] == ["LICENSE[0:1]", "b.py[0:1]", "c/d.txt[0:1]"]
 
 
-def texts(documents: list[Document]) -> list[bytes]:
+def texts(documents: Iterable[Document]) -> list[bytes]:
     return [bytes(document.tokens.tolist()) for document in documents]
 
 
 def test_a_paragraph_ends_with_its_blank_line_and_is_cut_if_long_and_dropped_if_short(library: Path) -> None:
     write_files(library, d_dot_py=b"one\n\ntwo\nmore\n\nthree")
-    documents = load_documents(None)
+    documents = [*load_documents(None)]
     assert texts(documents) == [b"one\n\n", b"two\nmore\n\n", b"three"]
     assert [document.name for document in documents] == ["d.py[0:5]", "d.py[5:15]", "d.py[15:20]"]
     write_files(library, d_dot_py=b"abcdefgh\n\nx\n\n\n")
