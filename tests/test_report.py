@@ -101,6 +101,7 @@ def test_what_stays_eager_is_shown_as_it_is_only_where_there_is_any(sentence: st
     assert shown([{key: MODEL[key] for key in KEYS}]) == shown([MODEL])
     assert cells([MODEL, MODEL | {"failures": [sentence]}])["stays eager"] == ["", sentence]
     assert sentence in shown([MODEL | {"model": sentence}])
+    assert "…" not in shown([MODEL | {"failures": [f"{sentence}: {'_' * 200}"]}])  # words were cut off
 
 
 def test_capacities_and_micro_batches_are_told_apart_by_the_ranks_that_share_them() -> None:
@@ -241,7 +242,7 @@ WRONG_VALUES: list[tuple[str, object]] = [
     *(("capacities", [{"tokens": 4}]), ("padding_share", "1%")),
     # Bug: of these each ended in a traceback.
     *(("failures", [5]), ("cuda_graph_modules", 5), ("slots", "one"), ("most_needed", 5)),
-    *(("cp_sizes", {"1": 5}), ("verification", [])),
+    *(("cp_sizes", {"1": 5}), ("verification", {"unverified_sites": [{}]})),
 ]
 
 

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
-from rich.text import Text
 
 import megagraph
 from megagraph import _C, _build_info
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.ends import ExitCode, add_json, check_json, show, write_json
+from megagraph.cli.ends import ExitCode, add_json, check_json, show, whole, write_json
 from megagraph.cli.options import config_of
-from megagraph.cli.reports import read_report
+from megagraph.cli.reports import in_words, read_report
 from megagraph.cli.scripts import add_script, check_script
 from megagraph.config import GraphConfig
 from megagraph.log import rank
@@ -86,7 +85,7 @@ def _check(options: argparse.Namespace, config: GraphConfig) -> int:
         return write_json("doctor", options.json, [], verdict=said, findings=as_dicts) or code
     table = Table("", "found", "what to do")
     for row in findings:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(whole, row))
     show(said, table)
     return code
 
@@ -170,10 +169,10 @@ def _explain(json: Path | None, reports: Sequence[Mapping[str, Any]]) -> int:
     table = Table("model", "ran eager", "calls", "what to do (docs/reasons.md says why)")
     for row in rows:
         calls = f"{row['calls']:,} ({row['share']:.1%})"
-        table.add_row(*map(Text, (str(row["model"]), str(row["reason"]), calls, str(row["remedy"]))))
+        table.add_row(*map(whole, (str(row["model"]), str(row["reason"]), calls, str(row["remedy"]))))
     for report in reports:
         for sentence in report.get("failures", ()):
-            table.add_row(Text(str(report["model"])), Text("stays eager"), "", Text(sentence))
+            table.add_row(*map(whole, (str(report["model"]), "stays eager", "", sentence)))
     show(verdict(reports), table)
     return ExitCode.FINE
 
@@ -190,9 +189,7 @@ def _rehearse(options: argparse.Namespace, config: GraphConfig) -> int:
     models = rehearse(options, config)
     if rank() != 0:
         return ExitCode.FINE
-    graphed, layers = (
-        sum(count) for count in ([len(it["graphed"]) for it in models], [it["layers"] for it in models])
-    )
+    graphed, layers = sum(len(it["graphed"]) for it in models), sum(it["layers"] for it in models)
     said = f"{graphed} of {layers} layers would be graphed"
     if not models:
         said = "nothing would be graphed: no model trained a step through get_forward_backward_func()"
@@ -201,11 +198,9 @@ def _rehearse(options: argparse.Namespace, config: GraphConfig) -> int:
         return write_json("doctor", options.json, [], verdict=said, rehearsed=models) or code
     table = Table("model", "graphed", "stays eager", "capacities", "memory of the pools")
     for it in models:
-        capacities = "\n".join(
-            f"{each['tokens']} tokens, {each['num_seqs']} documents" for each in it["capacities"]
-        )
+        capacities = "\n".join(map(in_words, it["capacities"]))
         row = it["model"], f"{len(it['graphed'])} of {it['layers']}", "\n".join(it["stays_eager"]) or "-"
-        table.add_row(*map(Text, (*row, capacities or "-", _memory(*it["pool_bytes"]))))
+        table.add_row(*map(whole, (*row, capacities or "-", _memory(*it["pool_bytes"]))))
     show(said, table)
     given = ["--config", str(options.config)] if options.config is not None else []
     given += [word for each in (*options.set, "cuda_graph_nvtx=true") for word in ("--set", each)]

@@ -8,17 +8,23 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from megagraph.report import STANDARD_OUTPUT, check_target, write_report
 
 __all__ = [
-    *("ExitCode", "Screen", "add_json", "check_json", "end", "ended_by", "sentence", "show", "write_json"),
+    *("ExitCode", "Screen", "add_json", "check_json", "end", "ended_by", "sentence", "show", "whole"),
+    "write_json",
 ]
+
+
+whole = partial(Text, overflow="fold")  # a cell: rich ends words that are too long for it in dots
 
 
 class ExitCode(IntEnum):
