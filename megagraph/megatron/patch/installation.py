@@ -154,12 +154,11 @@ def install(
     version = seams.check_core()  # may be the first to import it, for which megagraph/auto.py waits
     config = _as_config(config, _asked)
     if _asked is not None:
-        if config == _asked:
-            if name_of is not None and _plugin is not None:
-                _plugin.name_of = name_of
-            return
         if _plugin is None:
             log.info("mode is off, and the script's own install() does nothing")
+            return
+        if config == _asked:
+            _plugin.name_of = name_of or _plugin.name_of
             return
         option = next(it for it, value in vars(config).items() if value != getattr(_asked, it))
         difference = f"{option} is {getattr(_asked, option)}, not {getattr(config, option)}"
@@ -182,8 +181,7 @@ def install(
         report = report.absolute()  # as seen from the folder of now
     _undo.callback(_write_report, plugin, report)
     plugin.leave_report = functools.partial(_write_report, plugin, report, is_over=False)
-    if name_of is not None:
-        plugin.name_of = name_of
+    plugin.name_of = name_of or plugin.name_of
     _wrap_all(plugin)
     _plugin, _asked = plugin, config
     log.info("installed in megatron-core %s, mode %s", version, config.mode)
