@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import megagraph
 from megagraph.cli import advise, demo, doctor, options, reports, run
 from megagraph.cli.ends import ExitCode, end, ended_by, sentence
+from megagraph.megatron import seams
 
 __all__ = ["main"]
 
@@ -54,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             # All that can be wrong with the input is found here; what comes later keeps its traceback.
             work: Callable[[], int] = given.prepare(given)
-        except (ValueError, OSError) as error:
+            if getattr(given, "script", None):
+                seams.check_core()
+        except (ValueError, OSError, RuntimeError) as error:
             return end(command, sentence(error), ExitCode.BAD_INPUT)
         if command != "run":
             code = work()

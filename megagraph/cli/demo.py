@@ -30,6 +30,7 @@ from megagraph.demo.documents import load_documents
 from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
+from megagraph.megatron import seams
 from megagraph.reasons import verdict
 from megagraph.report import STANDARD_OUTPUT, check_target, versions
 
@@ -86,7 +87,10 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
         cuda_graph_warmup_steps=options.warmup_steps,
     )
     check_target("--json", options.json)
-    return partial(_execute, options, config, _packs(options))
+    work = partial(_execute, options, config, _packs(options))
+    quiet_megatron()
+    seams.check_core()
+    return work
 
 
 # The least and the most of each option that is a number.
@@ -132,7 +136,6 @@ def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[S
     from megagraph.demo.cpu import megatron_on_cpu
 
     console = Screen(quiet=rank() != 0, stderr=options.json == STANDARD_OUTPUT)
-    quiet_megatron()
     # Read by cuBLAS when it starts; deterministic algorithms need it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with megatron_on_cpu(), process_groups():
@@ -238,9 +241,8 @@ def _time_table(times: tuple[StepTimes, StepTimes], report: dict[str, Any]) -> T
     table.add_row("fastest", *(f"{t.fastest_ms:.2f} ms" for t in times))
     table.add_row("peak memory of a step", *(f"{t.peak_bytes / 2**20:.0f} MiB" for t in times))
     table.add_row("graph pools", "-", f"{report['pool_bytes'] / 2**20:.0f} MiB")
-    table.add_row(
-        "padding share", "-", f"{report['padding_share']:.1%}" if report["padding_share"] is not None else "-"
-    )
+    padding = report["padding_share"]
+    table.add_row("padding share", "-", "-" if padding is None else f"{padding:.1%}")
     return table
 
 

@@ -145,13 +145,12 @@ def _print_schema() -> int:
         has_default = {} if default is None else {"default": [] if default == () else default}
         properties[option.name] = {**schema, **has_default, "description": meaning}
     properties["cuda_graph_scope"] = {**properties["cuda_graph_modules"], "deprecated": True}
+    table = {"type": "object", "properties": properties, "additionalProperties": False}
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A TOML file with the options of megagraph",
         "type": "object",
-        "properties": {
-            "megagraph": {"type": "object", "properties": properties, "additionalProperties": False}
-        },
+        "properties": {"megagraph": table},
         "required": ["megagraph"],
     }
     print(json.dumps(document, indent=2))

@@ -42,10 +42,8 @@ class _Limits(NamedTuple):
         if length < self.least:
             raise DocumentError(f"{where}: document of {length} tokens is under the minimum of {self.least}")
         if self.most is not None and length > self.most:
-            raise DocumentError(
-                f"{where}: document of {length} tokens is over the limit of {self.most}; "
-                "shorten it, or raise --max-document or --pack-tokens"
-            )
+            why = f"over the limit of {self.most}; shorten it, or raise --max-document or --pack-tokens"
+            raise DocumentError(f"{where}: document of {length} tokens is {why}")
 
 
 class DocumentError(ValueError):

@@ -5,6 +5,7 @@ of documents, values and parts of a report: demo/test_documents.py, test_config.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from pytest import CaptureFixture, MonkeyPatch, TempPathFactory
@@ -157,6 +158,13 @@ def test_the_cpu_is_not_asked_for_beside_a_gpu(refused: Refused, monkeypatch: Mo
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     said = "megagraph run: --cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=\n"
     assert refused("run", "--cpu", "script.py") == said
+
+
+@pytest.mark.parametrize("typed", ["run script.py", "doctor script.py", "advise script.py", "demo"])
+def test_a_machine_without_megatron_says_so(refused: Refused, monkeypatch: MonkeyPatch, typed: str) -> None:
+    """Bug: each ended in a traceback."""
+    monkeypatch.setattr("megagraph.megatron.seams.check_core", mock.Mock(side_effect=RuntimeError("none")))
+    assert refused(*typed.split()) == f"megagraph {typed.split()[0]}: none\n"
 
 
 @pytest.mark.parametrize(("typed", "said"), cases(VARIABLES))
