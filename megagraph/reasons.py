@@ -28,7 +28,7 @@ class EagerReason(enum.IntEnum):
     NO_PACK_METADATA = "pass the pack"
     TOO_MANY_SEQUENCES = "raise cuda_graph_max_packed_seqs"
     TOO_MANY_TOKENS = "raise max_seqlen_per_dp_cp_rank"
-    SEQUENCE_TOO_LONG = "raise or drop max_seqlen"
+    SEQUENCE_TOO_LONG = "drop max_seqlen, or raise it"
     CP_SIZE_NOT_CAPTURED = "set cp_sizes, and take groups from megagraph.context_groups(cp_sizes)"
     SIGNATURE_CHANGED = "give every micro-batch the same dtype and form of pack, and pass attention_mask=None"
     NO_FREE_SLOT = (

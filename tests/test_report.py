@@ -377,6 +377,10 @@ NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
             [ran(0, (640, 7, 9), TOO_MANY_TOKENS=15)],
             "nothing replayed: 100 % eager, TOO_MANY_TOKENS: raise max_seqlen_per_dp_cp_rank to 640 (packs",
         ),
+        (
+            [ran(0, (60, 7, 31), SEQUENCE_TOO_LONG=15)],
+            "nothing replayed: 100 % eager, SEQUENCE_TOO_LONG: drop max_seqlen, or raise it to 31 (documents",
+        ),
         ([ran(0, NO_PACK_METADATA=2)], "nothing replayed: 100 % eager, NO_PACK_METADATA: pass the pack"),
         ([ran(0, WARMING_UP=2)], "nothing replayed: 100 % eager, WARMING_UP: nothing to do in the first"),
         (
