@@ -163,6 +163,9 @@ def _verdict(
 ) -> tuple[bool | None, bool, str]:
     """Whether graphs pay, whether they would but for the padding, and the sentence."""
     if not any(report["replays"] for report in found.reports):
+        if {reason for report in found.reports for reason in report["eager"]} == {"WARMING_UP"}:
+            why = "the warm-up has not ended: run more steps, or see docs/reasons.md"
+            return None, False, f"whether it pays is not known: {why}"
         return False, False, f"leave it off: {verdict(found.reports)}"
     if not found.is_timed:
         return None, False, "whether it pays is not known: without a GPU there are no times"

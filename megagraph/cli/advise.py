@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from megagraph._C import Capacity
 from megagraph.cli.advice import Advice, Block, Findings, advice_on
 from megagraph.cli.ends import ExitCode, add_json, check_json, show, write_json
 from megagraph.cli.options import config_of
+from megagraph.cli.reports import in_words
 from megagraph.cli.scripts import add_script, check_script, run_steps
 from megagraph.cli.trial import FEWEST_STEPS, Trial
 from megagraph.config import GraphConfig
@@ -168,12 +168,9 @@ def _capacity_table(advice: Advice) -> Table:
     table = Table("captures", "padding", "capacities", title="the best capacities for these packs")
     for index, (capacities, share) in enumerate(advice.choices):
         mark = " *" if index == advice.chosen else ""
-        table.add_row(f"{index + 1}{mark}", f"{share:.1%}", "\n".join(map(_capacity, capacities)))
+        told = "\n".join(in_words(it.as_dict()) for it in capacities)
+        table.add_row(f"{index + 1}{mark}", f"{share:.1%}", told)
     return table
-
-
-def _capacity(capacity: Capacity) -> str:
-    return f"{capacity.tokens} tokens, {capacity.num_seqs} documents"
 
 
 def _notes(found: Findings, advice: Advice) -> list[str]:

@@ -94,6 +94,8 @@ def test_nothing_replayed_is_a_reason_to_leave_it_off(is_timed: bool) -> None:
     none = advised([], reports=[report_of(0, NESTING=9)], is_timed=is_timed)
     said = "leave it off: nothing replayed: 100 % eager, NESTING: call each layer once, in order"
     assert (none.pays, none.verdict) == (False, said)
+    # Bug: so was a script that had ended before its capture.
+    assert advised([], reports=[report_of(0, WARMING_UP=9)], is_timed=is_timed).pays is None
     without = advised([], reports=[], packs=None, is_timed=is_timed)
     assert without.pays is False and without.verdict.startswith("leave it off: nothing replayed: no GPTModel")
     assert without.choices == [] and without.toml == '[megagraph]\nmode = "off"'
