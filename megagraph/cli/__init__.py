@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import megagraph
 from megagraph.cli import advise, demo, doctor, options, reports, run
 from megagraph.cli.ends import ExitCode, end, ended_by, sentence
+from megagraph.cli.scripts import found_first
 from megagraph.megatron import seams
 
 __all__ = ["main"]
@@ -51,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = given.command
     if command is None:
         parser.error("expected a command")
+    with found_first(given):
+        return _run(command, given)
+
+
+def _run(command: str, given: argparse.Namespace) -> int:
     try:
         try:
             # All that can be wrong with the input is found here; what comes later keeps its traceback.

@@ -13,7 +13,7 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import install_with, installed_plugin
 from megagraph.megatron.plugin import Plugin
 
-__all__ = ["EnoughError", "add_script", "check_script", "log_to_stderr", "run_script", "run_steps"]
+__all__ = [
+    *("EnoughError", "add_script", "check_script", "found_first", "log_to_stderr", "run_script", "run_steps"),
+]
 
 # Runs a training step, a function without arguments, and returns what that does.
 _Around = Callable[[Plugin, Callable[[], Any]], Any]
@@ -69,14 +71,25 @@ def check_script(options: argparse.Namespace) -> None:
         raise ValueError("--cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=")
 
 
+@contextlib.contextmanager
+def found_first(options: argparse.Namespace) -> Iterator[None]:
+    """Has Python look beside a script first, as it does if it runs one by itself: Megatron may be there."""
+    outer = sys.path[:]
+    if name := getattr(options, "script", None):
+        # Before what is there, which processes that the script starts may need to find this package.
+        sys.path.insert(0, os.getcwd() if options.is_module else str(Path(name).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = outer
+
+
 def run_script(options: argparse.Namespace) -> None:
     """Runs it. What it raises is raised."""
     from megagraph.demo.cpu import megatron_on_cpu
 
-    name, outer = options.script, (sys.argv, sys.path[:])
+    name, outer = options.script, sys.argv
     sys.argv = [name, *options.arguments]
-    # Before what is there, which processes that the script starts may need to find this package.
-    sys.path.insert(0, os.getcwd() if options.is_module else str(Path(name).resolve().parent))
     try:
         with megatron_on_cpu() if options.cpu else contextlib.nullcontext():
             if options.is_module:
@@ -88,7 +101,7 @@ def run_script(options: argparse.Namespace) -> None:
             log.warning("the script has failed on a machine without a GPU: if it asks for one, add --cpu")
         raise
     finally:
-        sys.argv, sys.path[:] = outer
+        sys.argv = outer
 
 
 def run_steps(

@@ -50,6 +50,16 @@ def test_what_runs_is_main_with_its_own_arguments_as_with_python(
     assert sys.argv is argv and sys.path == paths and sys.modules["__main__"] is program
 
 
+def test_the_megatron_that_lies_beside_a_script_is_the_one_that_counts(files: Files) -> None:
+    """Bug: the one that is installed was imported first, and the script trained with that."""
+    path = files.script("")
+    for package, text in {"megatron": "", "megatron/core": "__version__ = '9.9'"}.items():
+        (path.parent / package).mkdir()
+        (path.parent / package / "__init__.py").write_text(text)
+    done = run_python("-c", f"from megagraph.cli import main; assert main(['run', '{path}']) == 2")
+    assert done.stderr.startswith("megagraph run: megatron-core 9.9 does not fit")
+
+
 CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PACKED_SEQS": "3,9"}
 
 
