@@ -25,16 +25,13 @@ before runs; the first layer's waits for what a pipeline sends. Nodes are told w
 
 Nodes keep what they were given and have handed out until their backward. What is dispatched is transient all
 the same: by `resize_(0)` of its input a dispatch drops a holder of the slot, and later passes use the memory.
-Likewise what a layer has handed out goes once the next one's site has staged it, unless it was saved: eager
-keeps it for the norm of that layer, whose graph reads what was staged.
-
+Likewise what a layer has handed out, and eager keeps for a norm, goes after the next one, whose site has
+staged it: no frame of the schedule has it by then, and who saves or keeps it shows beside its node.
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
-
-The `forward_step` of Megatron's own script makes a pack, and asks for the plan without it. If the pack that
-was made last in the step of a micro-batch still lives and is of just as many rows, it was left out.
 """
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +71,10 @@ def wrap_step(plugin: Plugin, original: _Function) -> _Function:
             plugin.last_pack = weakref.ref(pack)
 
         with stand_in(plugin, last_pack=None), stand_in(packs, __init__=init):
-            return original(*args, **kwargs)
+            found = original(*args, **kwargs)
+        if (passage := plugin.last_passage()) is not None:
+            passage.free_staged()
+        return found
 
     return combined_forward_backward_step
 
@@ -100,12 +100,12 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
         batch: MicroBatch | EagerReason | None
         batch = graphs.decide(model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline)
         plan = original(model, *args, **kwargs)
-        is_refused = graphs.refusal is not None
-        if isinstance(batch, EagerReason) and (is_refused or batch not in graphs.learns_from):
+        if isinstance(batch, EagerReason) and (graphs.refusal or batch not in graphs.learns_from):
             dispatcher.count_eager(batch)
             batch = None
-        if not is_refused:
-            _Passage(graphs, batch).bind(plan)
+        if graphs.refusal is None:
+            passage = _Passage(graphs, batch, plan)
+            plugin.last_passage = weakref.ref(passage)
         if isinstance(batch, MicroBatch) and batch.entry_padding and kwargs.get("output_processor") is None:
             run = plan.post_process.forward_func
             plan.post_process.forward_func = lambda hidden: run(hidden)[:, :tokens]
@@ -115,33 +115,27 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
 
 
 def _check_left_out(pack: Any, rows: int) -> None:
-    """Raises `ValueError` if a pack, or what is left of it, must be that of a plan which was given none."""
+    """Raises `ValueError` if the pack made last must be that of a plan which its script has given none."""
     padded = getattr(pack, "cu_seqlens_q_padded", None)
     offsets = getattr(pack, "cu_seqlens_q", None) if padded is None else padded
     if offsets is not None and int(offsets[-1]) == rows:  # here alone the host waits for the device
         raise ValueError(
             "expected packed_seq_params in build_schedule_plan(), got none beside a PackedSeqParams of just "
-            f"its {rows} rows: documents would attend to each other; where forward_step returns a plan, hand "
-            "it on: build_schedule_plan(..., packed_seq_params=packed_seq_params)"
+            f"its {rows} rows: hand it on where forward_step makes a plan, or documents attend to each other"
         )
 
 
 class _Passage:
-    """The way of one micro-batch through the forward nodes of its plan: Note [Plans].
+    """The way of a micro-batch through the forward nodes of its plan; None is but routed with the mask."""
 
-    `batch` is None if nothing is to be done but to route with the mask.
-    """
-
-    def __init__(self, graphs: GraphedModel, batch: MicroBatch | EagerReason | None) -> None:
+    def __init__(self, graphs: GraphedModel, batch: MicroBatch | EagerReason | None, plan: Any) -> None:
         self._graphs, self._batch = graphs, batch
         self._steps: Mapping[int, Sequence[LayerStep]] = {}  # of layers, if they replay
         self._before_site: Callable[[int], None] | None = None
         self._has_replayed = False
         self._let_go: dict[int, Callable[[], None]] = {}  # by layer: of what was routed in a graph
         self._handed_on: Tensor | None = None  # by a layer to the next one
-
-    def bind(self, plan: Any) -> None:
-        """Has the plan's nodes run through here."""
+        self._staged: tuple[Tensor, Tensor] | None = None  # the same, with what a graph has staged of it
         nodes = [*nodes_of(plan)]
         for index, (layer, first, last) in enumerate(nodes):
             first.submodule = functools.partial(self._first, index, layer, experts_of(layer), first.submodule)
@@ -149,12 +143,17 @@ class _Passage:
                 is_end = index == len(nodes) - 1
                 last.submodule = functools.partial(self._last, index, is_end, last.submodule)
 
+    def free_staged(self) -> None:
+        """Frees what a layer has handed on and a graph has staged, unless somebody can read it."""
+        staged, self._staged = self._staged, None
+        if staged is not None and sys.getrefcount(staged[0]) == 3:  # its node's, the pair's and one here
+            free_if_unread(*staged)
+
     def end(self) -> None:
         """Ends the lease, behind the last node or where the schedule raises."""
         graphs, batch = self._graphs, self._batch
         assert isinstance(batch, MicroBatch)
-        graphs.end_plan = self._handed_on = None
-        self._steps = {}
+        graphs.end_plan, self._handed_on, self._steps = None, None, {}
         while self._let_go:
             self._let_go.popitem()[1]()
         graphs.dispatcher.end(batch)
@@ -180,6 +179,7 @@ class _Passage:
         self, index: int, layer: Any, mixture: Any, submodule: _Function, node: Any, hidden_states: Tensor
     ) -> Any:
         """Runs all of a layer up to the dispatch."""
+        self.free_staged()
         if index == 0:
             self._begin(node.chunk_state, hidden_states)
         batch = self._batch
@@ -204,8 +204,7 @@ class _Passage:
     def _replay(self, index: int, node: Any, before: Tensor) -> tuple[Any, _Function | None]:
         """Replays the site of a layer, if its micro-batch replays.
 
-        Returns hidden states behind attention, or None if nothing has run; or what a router in the graph
-        has left, and what goes on from there.
+        Returns hidden states behind attention, if any; or what a router left, and what goes on from there.
         """
         batch, captures = self._batch, self._graphs.captures
         assert isinstance(batch, MicroBatch)
@@ -226,7 +225,7 @@ class _Passage:
                 break
             self._has_replayed = True
             if handed_on is not None:
-                free_if_unread(handed_on, before)
+                self._staged = handed_on, before
             if node.delay_wgrad_compute:
                 late = functools.partial(_make_late, steps, step, bank.take_finish())
                 # Of parameters Megatron asks for hooks that its FSDP alone has.
@@ -237,8 +236,7 @@ class _Passage:
     def _last(self, index: int, is_end: bool, submodule: _Function, node: Any, *given: Any) -> Any:
         """Runs the last node of a layer; behind that of the last one as many rows are left as were given."""
         out = submodule(node, *given)
-        if (let_go := self._let_go.pop(index, None)) is not None:
-            let_go()
+        self._let_go.pop(index, lambda: None)()
         graphs, batch = self._graphs, self._batch
         self._handed_on = None if is_end else out
         if not is_end or not isinstance(batch, MicroBatch):
