@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
+import moe_rig
 import parallel_jobs
 import pytest
 import torch
 from context_jobs import SharedMicro
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron_rig import Micro, Run
 from moe_rig import ExpertTrainer
 from overlap_rig import CALLS, COUNTS, REDUCES, OverlapTrainer
@@ -131,6 +134,29 @@ def test_ranks_that_share_more_than_experts(what: str, delays: str, engine: bool
         overlapped = train(plugin(mode=mode), delays=delays, **{OVERLAP: True})
         assert_same_bits(without, overlapped, mode)
     rig.ran(overlapped.report, WARMING_UP=COUNTS[0] * CALLS, **misfits)
+
+
+@pytest.mark.parametrize("delays", ["", "fused", "unfused"])
+@on_ranks(2)
+def test_a_rank_that_ends_a_step_eager_reduces_in_the_order_of_one_that_replays(delays: str) -> None:
+    """Bug: late gradients were told of in the order of modules, so that ranks added up other buckets."""
+    make_groups(**EXPERTS_OF_ALL)
+    steps = [[Micro(lengths=(9, 8 + it)) for it in range(2)] for _ in range(3)]
+    if distributed.get_rank() == 1:
+        steps[-1][-1] = Micro(lengths=parallel_jobs.MISFIT)
+    reduced, start = list[Any](), _ParamAndGradBucketGroup.start_grad_sync
+
+    def noted(bucket: Any, **how: Any) -> None:
+        reduced.extend(param.shape for param in bucket.params)  # one
+        start(bucket, **how)
+
+    given = {"ddp": {**REDUCES, "bucket_size": 1}, "delays": delays, OVERLAP: True, **moe_rig.SHARED}
+    plugin = partial(rig.graph_config, cuda_graph_modules=SCOPES[2])
+    train = partial(rig.train, steps=steps, make=seeded(OverlapTrainer), **given, **EXPERTS_OF_ALL)
+    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", noted):
+        assert_same_bits(*(train(plugin(mode=mode)) for mode in ("eager", "graph")))
+    half = len(reduced) // 2
+    assert reduced[:half] == reduced[half:] != []
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ The additions to `main_grad` themselves are captured (csrc/bank/capture/main_gra
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import weakref
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import SiteSpec
-from megagraph.megatron.seams import as_before
+from megagraph.megatron.seams import as_before, stand_in
 
 __all__ = ["ParamSyncs", "accumulator_hooks", "borders_of", "find_ddp", "is_ddp_hook", "listen"]
 
@@ -51,10 +52,10 @@ def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
 def listen(bank: Bank, ddp: nn.Module | None) -> None:
     """Reports finished sites to the DDP's buckets, as its own hooks would; called after each capture.
 
-    Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
-    asks, so that the backward pass needs no GIL. There Python is entered when a bucket may be complete,
-    and at the end of each autograd node. Each parameter is reported once, since DDP compares counts with
-    those of its first step, and in the order of the backward pass, as on a rank that runs eager.
+    Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody asks, so
+    that the backward pass needs no GIL. There Python is entered when a bucket may be complete, and at the end
+    of each autograd node. Each parameter is reported once, since DDP compares counts with those of its first
+    step, and in the order of the backward pass and of what it leaves, as on a rank that runs eager.
     """
     group_of = _buckets(ddp, "overlap_grad_reduce")
     if ddp is None or not group_of:
@@ -62,14 +63,19 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
     # Of each site, in the order of the backward pass, parameters and where they are reported. One without a
     # gradient is reported too, as eager's count would miss it for ever; but none that is frozen by then.
-    reports = [
-        [
-            (group_of[param], param)
-            for param in dict.fromkeys((*bank.gradient_order.get(index, ()), *spec.parameters()))
-            if param in group_of
-        ]
-        for index, spec in enumerate(bank.specs)
-    ]
+    reports = list[list[Any]]()
+    for index, spec in enumerate(bank.specs):
+        late: dict[Any, None] = {}  # as a layer asks its modules for them, which do nothing here
+        with contextlib.ExitStack() as stack:
+            for module in spec.modules() if spec.finish is not None else ():
+                if hasattr(module, "wgrad_store"):
+                    params = module.parameters(recurse=False)
+                    own = {it: None for it in params if getattr(it, "skip_backward_post_hook", False)}
+                    stack.enter_context(stand_in(module, backward_dw=functools.partial(late.update, own)))
+            if spec.finish is not None:
+                spec.finish(spec.module)
+        at_once = [it for it in (*bank.gradient_order.get(index, ()), *spec.parameters()) if it not in late]
+        reports.append([(group_of[it], it) for it in dict.fromkeys((*at_once, *late)) if it in group_of])
     # By group the last site of it that the backward pass reaches.
     groups = {group: index for index in reversed(range(len(reports))) for group, _param in reports[index]}
 
