@@ -186,7 +186,11 @@ class GraphBank(metaclass=_pybind11_type):
 
     def drop_variant(self, variant: int) -> None: ...
     def set_listener(
-        self, wants: Callable[[], bool], done: Callable[[int, int], None], noticed: Sequence[int]
+        self,
+        wants: Callable[[], bool],
+        done: Callable[[int, int], None],
+        finished: Callable[[int], None],
+        noticed: Sequence[int],
     ) -> None:
         """Reports finished backward passes, from whatever thread runs them: `GradientListener` says how."""
 

@@ -38,11 +38,11 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(GraphBan
 }
 
 void set_listener(GraphBank& bank, std::function<bool()> wants, std::function<void(int, int)> done,
-                  const std::vector<int>& noticed) {
+                  std::function<void(int)> finished, const std::vector<int>& noticed) {
   std::vector<bool> is_noticed(bank.num_sites());
   for (const int site : noticed) is_noticed.at(site) = true;
-  bank.set_listener(std::make_shared<const GradientListener>(
-      GradientListener{std::move(wants), std::move(done), std::move(is_noticed)}));
+  bank.set_listener(std::make_shared<const GradientListener>(GradientListener{
+      std::move(wants), std::move(done), std::move(finished), std::move(is_noticed)}));
 }
 
 std::map<std::string, int64_t> counters_of(GraphBank& bank) {
@@ -231,7 +231,8 @@ void bind_graph_bank(py::module_& m) {
       .def("num_document_grids", &GraphBank::num_document_grids, py::arg("variant"),
            py::arg("slot"))
       .def("drop_variant", &GraphBank::drop_variant, py::arg("variant"))
-      .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("noticed"))
+      .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("finished"),
+           py::arg("noticed"))
       .def("set_in_step", &GraphBank::set_in_step, py::arg("is_in_step"))
       .def("reason_before_step", &GraphBank::reason_before_step, py::kw_only(), py::arg("training"),
            py::arg("look_at_grads"))

@@ -391,9 +391,7 @@ class CapturePlan:
                 self._backend.reserve(at, num_bytes)
         edges = self._edges
         swaps = {index: swap_of(site, self._training) for index, site in self._sites.items()}
-        passes = [
-            (index, _FORWARD, kept_in[index], self._forward, edges.give_back_outputs) for index in self._sites
-        ]
+        passes = [(it, _FORWARD, kept_in[it], self._forward, edges.give_back_outputs) for it in self._sites]
         for index in reversed([*self._sites] if self._training else []):
             passes.append((index, _BACKWARD, pool, self._backward, edges.give_back_gradients))
             if self._sites[index].finish is not None:

@@ -232,7 +232,7 @@ def test_finished_backwards_are_told_to_who_wants_to_know_where_asked_for_and_at
     pair.capture()
     for wants in (True, False, False):
         is_wanted, listener = mock.Mock(return_value=wants), mock.Mock(return_value=None)
-        pair.bank.set_listener(is_wanted, listener, noticed)
+        pair.bank.set_listener(is_wanted, listener, print, noticed)
         pair.step()
         assert [call.args for call in listener.mock_calls] == (told if wants else [])
         is_wanted.assert_called_once_with()  # once for each micro-batch
@@ -255,7 +255,7 @@ def test_what_raises_in_the_middle_frees_its_slot(raises_in: str) -> None:
         return out
 
     pair = Pair("cpu", [Block(), Block(), Applies(raises), Block()], main_grad=True).capture()
-    pair.bank.set_listener(lambda: True, lambda first, _last: first == 2 and give_up("the listener"), [2])
+    pair.bank.set_listener(lambda: True, lambda at, _last: at == 2 and give_up("the listener"), print, [2])
     is_captured = True
     with pytest.raises(ValueError, match=f"{raises_in} gave up"):
         out = pair.bank.run(pair.input().requires_grad_())

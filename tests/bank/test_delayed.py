@@ -238,15 +238,17 @@ def test_what_is_never_finished_is_named(device: str) -> None:
 
 def test_gradients_are_told_of_when_they_are_there(device: str) -> None:
     pair = DelayedPair(device)
-    told: list[tuple[int, int, bool]] = []
+    told: list[tuple[int, set[str]]] = []
 
-    def done(first: int, last: int) -> None:
-        gradients = (param.main_grad for param in pair.layers[last].parameters())
-        told.append((first, last, all(bool(it.any()) for it in gradients)))
+    def tell(site: int, _last: int = 0) -> None:
+        params = pair.layers[site].named_parameters()
+        told.append((site, {name for name, param in params if param.main_grad.any()}))
 
-    pair.bank.set_listener(lambda: True, done, [])
+    pair.bank.set_listener(lambda: True, tell, tell, [])
     pair.train()
-    assert told == [(index, index, True) for index in (2, 1, 0)]
+    norm = {"norm.weight", "norm.bias"}
+    whole = {*norm, "up.weight", "down.weight"}
+    assert told == [(2, norm), (2, whole), (1, {*whole, "up.bias"}), (0, norm), (0, whole)]
 
 
 def test_what_cannot_be_finished_any_more(device: str) -> None:

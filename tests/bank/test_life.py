@@ -74,7 +74,7 @@ def test_a_bank_that_goes_while_a_backward_runs_lets_it_come_to_its_end(pair: Pa
                 bank[0].release()
         told.append(first)
 
-    pair.bank.set_listener(lambda: True, done, [2, 1, 0])
+    pair.bank.set_listener(lambda: True, done, print, [2, 1, 0])
     pending = pair.forward()
     if is_dropped:
         del pair.bank

@@ -78,7 +78,7 @@ def assert_right(found: Verification) -> None:
 def test_right_graphs_neither_differ_nor_leave_a_trace(device: str, training: bool, main_grads: bool) -> None:
     pair = Pair(device, [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)], main_grad=main_grads)
     bank, heard = pair.capture(variant("it", training=training)).bank, list[Any]()
-    bank.set_listener(lambda: True, lambda *sites: heard.append(sites), [0])
+    bank.set_listener(lambda: True, lambda *sites: heard.append(sites), heard.append, [0])
     for param in pair.params():
         if main_grads:
             param.main_grad.uniform_()

@@ -3,7 +3,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -136,10 +136,13 @@ def test_ranks_that_share_more_than_experts(what: str, delays: str, engine: bool
     rig.ran(overlapped.report, WARMING_UP=COUNTS[0] * CALLS, **misfits)
 
 
+@pytest.mark.parametrize("scopes", [("attn",), SCOPES[2]], ids="-".join)
 @pytest.mark.parametrize("delays", ["", "fused", "unfused"])
 @on_ranks(2)
-def test_a_rank_that_ends_a_step_eager_reduces_in_the_order_of_one_that_replays(delays: str) -> None:
-    """Bug: late gradients were told of in the order of modules, so that ranks added up other buckets."""
+def test_a_rank_that_ends_a_step_eager_reduces_in_the_order_of_one_that_replays(
+    delays: str, scopes: Sequence[str]
+) -> None:
+    """Bugs: late gradients were told of in the order of modules, and with them those that come at once."""
     make_groups(**EXPERTS_OF_ALL)
     steps = [[Micro(lengths=(9, 8 + it)) for it in range(2)] for _ in range(3)]
     if distributed.get_rank() == 1:
@@ -151,7 +154,7 @@ def test_a_rank_that_ends_a_step_eager_reduces_in_the_order_of_one_that_replays(
         start(bucket, **how)
 
     given = {"ddp": {**REDUCES, "bucket_size": 1}, "delays": delays, OVERLAP: True, **moe_rig.SHARED}
-    plugin = partial(rig.graph_config, cuda_graph_modules=SCOPES[2])
+    plugin = partial(rig.graph_config, cuda_graph_modules=scopes)
     train = partial(rig.train, steps=steps, make=seeded(OverlapTrainer), **given, **EXPERTS_OF_ALL)
     with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", noted):
         assert_same_bits(*(train(plugin(mode=mode)) for mode in ("eager", "graph")))

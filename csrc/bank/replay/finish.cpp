@@ -55,7 +55,7 @@ void Finish::launch() {
     const Range range(graph.finish_range, device_);
     graph.finish->launch();
   }
-  if (listener_ != nullptr && slot_->wants_notice(listener_->wants)) listener_->done(site_, site_);
+  if (listener_ != nullptr && slot_->wants_notice(listener_->wants)) listener_->finished(site_);
 }
 
 void Finish::check_unchanged() const {

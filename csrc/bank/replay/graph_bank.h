@@ -51,8 +51,9 @@ struct Variant {
 // Learns of finished backward passes. Called from autograd threads; takes the GIL by itself.
 struct GradientListener {
   std::function<bool()> wants;  // asked once for each lease
-  // Every gradient of the sites first..last is in its main_grad.
+  // Every gradient of the sites first..last is in its main_grad, but what a third pass makes.
   std::function<void(int first, int last)> done;
+  std::function<void(int site)> finished;  // and that one's
   // Sites by which somebody waits for what is done by then. The rest is told with the next of
   // them, or with the first site of its node.
   std::vector<bool> is_noticed;

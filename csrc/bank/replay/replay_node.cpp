@@ -158,8 +158,7 @@ void ReplayNode::launch_backwards(const variable_list& grads, const SegmentList&
       graph.backward->launch();
     }
     if (site == first_) stage(copies, device_);
-    const bool is_told = listener_ != nullptr && graph_of(site).finish == nullptr;
-    if (!is_told || (site > first_ && !listener_->is_noticed[site])) continue;
+    if (listener_ == nullptr || (site > first_ && !listener_->is_noticed[site])) continue;
     // The answer may have to wait for the GIL: asked after the first launch, outside of any.
     launch.reset();
     if (slot_->wants_notice(listener_->wants)) listener_->done(site, untold);

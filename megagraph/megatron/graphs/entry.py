@@ -116,10 +116,8 @@ class Entries:
         """
         if isinstance(batch, EagerReason):
             return batch
-        doors = self.block
-        self.fail(
-            f"some calls do not reach {doors.own if doors.is_own else doors.called}, where the plugin acts"
-        )
+        missed = self.block.own if self.block.is_own else self.block.called
+        self.fail(f"some calls do not reach {missed}, where the plugin acts")
         return EagerReason.SCOPE_UNSUPPORTED
 
     def settle(self) -> None:

@@ -9,7 +9,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,36 +61,45 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
     if ddp is None or not group_of:
         return
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
-    # Of each site, in the order of the backward pass, parameters and where they are reported. One without a
-    # gradient is reported too, as eager's count would miss it for ever; but none that is frozen by then.
-    reports = list[list[Any]]()
-    for index, spec in enumerate(bank.specs):
-        late: dict[Any, None] = {}  # as a layer asks its modules for them, which do nothing here
-        with contextlib.ExitStack() as stack:
-            for module in spec.modules() if spec.finish is not None else ():
-                if hasattr(module, "wgrad_store"):
-                    params = module.parameters(recurse=False)
-                    own = {it: None for it in params if getattr(it, "skip_backward_post_hook", False)}
-                    stack.enter_context(stand_in(module, backward_dw=functools.partial(late.update, own)))
-            if spec.finish is not None:
-                spec.finish(spec.module)
-        at_once = [it for it in (*bank.gradient_order.get(index, ()), *spec.parameters()) if it not in late]
-        reports.append([(group_of[it], it) for it in dict.fromkeys((*at_once, *late)) if it in group_of])
+    # Of each site, in the order of the backward pass. A parameter without a gradient is reported too, as
+    # eager's count would miss it for ever; but none that is frozen by then.
+    late = [_late_gradients(spec) for spec in bank.specs]
+    at_once = [
+        [it for it in (*bank.gradient_order.get(site, ()), *spec.parameters()) if it not in late[site]]
+        for site, spec in enumerate(bank.specs)
+    ]
     # By group the last site of it that the backward pass reaches.
-    groups = {group: index for index in reversed(range(len(reports))) for group, _param in reports[index]}
+    owned = [(param, it) for it in range(len(late)) for param in (*at_once[it], *late[it])]
+    groups = {group_of[param]: index for param, index in reversed(owned) if param in group_of}
 
-    def wants() -> bool:
-        return any(group.is_last_microbatch for group in groups)
-
-    def done(first: int, last: int) -> None:
+    def tell(params: Iterable[Tensor]) -> None:
         module: Any = ddp_ref()
-        force_all_reduce = module.force_all_reduce
-        for site in range(last, first - 1, -1):
-            for group, param in reports[site]:
-                if param.requires_grad:
-                    group.register_grad_ready(param, force_all_reduce)
+        for param in dict.fromkeys(params):
+            if param.requires_grad and param in group_of:
+                group_of[param].register_grad_ready(param, module.force_all_reduce)
 
-    bank.set_listener(wants, done, sorted(set(groups.values())))
+    bank.set_listener(
+        lambda: any(group.is_last_microbatch for group in groups),
+        lambda first, last: tell(itertools.chain(*reversed(at_once[first : last + 1]))),
+        lambda site: tell(late[site]),
+        sorted(set(groups.values())),
+    )
+
+
+def _late_gradients(spec: SiteSpec) -> Mapping[Tensor, None]:
+    """Whose gradients a site makes behind its backward, in the order in which its layer asks for them."""
+    if spec.finish is None:
+        return {}
+    marked = [param for param in spec.parameters() if getattr(param, "skip_backward_post_hook", False)]
+    late: dict[Tensor, None] = {}
+    # A layer that asks in another way may find nothing to make: its order is that of its parameters.
+    with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
+        for module in spec.modules():
+            if hasattr(module, "wgrad_store"):  # makes nothing now, but notes them
+                own = dict.fromkeys(it for it in module.parameters(recurse=False) if it in {*marked})
+                stack.enter_context(stand_in(module, backward_dw=functools.partial(late.update, own)))
+        spec.finish(spec.module)
+    return late | dict.fromkeys(marked)
 
 
 def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:
