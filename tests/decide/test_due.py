@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is due to be captured, which states there are, which capacities: all follows from the steps."""
+"""What is due to be captured; states, capacities and what is in flight: all follows from the steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, islice, product
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megagraph import _C
-from megagraph._C import Capacity, PackForm, PackShape, VariantKey, capacities_for, needs_of
+from megagraph._C import Capacity, PackForm, PackShape, StageSchedule, VariantKey, best_capacities
 from megagraph.reasons import EagerReason
 
 TRAINING = VariantKey(None, PackForm(False, False, None), grad=True)
@@ -38,9 +40,7 @@ SCRIPTS = {
     "training that never meets a state twice in that of now": (
         "step T0; before 9; step T1; before 9 T9; step T2; before 9 T9; step T0; before 9"
     ),
-    "training in no other state before an evaluation": (
-        "step T0; step T1; step T2; evaluation 9; evaluation 2 T2"
-    ),
+    "no training in other states for evaluations": "step T0; step T1; step T2; evaluation 9; evaluation 2 T2",
     "training with graphs in its own states": "step T0; step T1; step T2; captured T9; before 9",
     "forgotten kinds once they occur again": (
         "step E1 E2; captured E1; forget 1; graphs; due E2; warm E2; step E1; due E1 E2"
@@ -104,14 +104,13 @@ def test_kinds_and_families_are_keys_without_some_values() -> None:
 
 # -- capacities that are learned would have held every pack of the warm-up ---------------------------
 
-
 shapes = st.builds(PackShape, st.integers(1, 4096), st.integers(2, 300), st.integers(1, 4096))
 
 
 def test_most_packs_get_a_capacity_of_their_own() -> None:
     for extra in (0, 1):  # documents of the tail
         observed = [PackShape(100, count + extra, 40) for count in (2, 4, 4, 4, 30)]
-        learned = capacities_for(needs_of(observed, extra), extra)
+        learned = _C.capacities_for(_C.needs_of(observed, extra), extra)
         assert [(it.tokens, it.num_seqs - extra) for it in learned] == [(100, 4), (100, 64)]
 
 
@@ -122,24 +121,114 @@ def test_packs_that_vary_get_headroom_and_equal_ones_none() -> None:
         ((6, 7, 8), (500, 480, 510), (640, 16)),
     ):
         observed = [PackShape(*shape, 40) for shape in zip(tokens, counts, strict=True)]
-        learned = capacities_for(needs_of(observed))
+        learned = _C.capacities_for(_C.needs_of(observed))
         assert (learned[-1].tokens, learned[-1].num_seqs) == expected
 
 
 @given(st.lists(st.lists(shapes, max_size=20), min_size=1, max_size=4), st.sampled_from([0, 1]))
+@example([[]], 0)
 def test_the_largest_numbers_hold_what_any_rank_met(observed: list[list[PackShape]], extra_seqs: int) -> None:
-    """Also where one has observed nothing."""
+    """Also where one has observed nothing. If all of them have, there is nothing to learn."""
     packs = [shape for of_rank in observed for shape in of_rank]
-    needs = [needs_of(of_rank, extra_seqs) for of_rank in observed]
+    needs = [_C.needs_of(of_rank, extra_seqs) for of_rank in observed]
     agreed = [*map(max, zip(*needs, strict=True))]
-    learned = capacities_for(agreed, extra_seqs) if packs else ()
-    assert bool(packs) <= len(learned) <= 2
+    if not packs:
+        with pytest.raises(ValueError, match="there were none"):
+            _C.capacities_for(agreed, extra_seqs)
+        return
+    learned = _C.capacities_for(agreed, extra_seqs)
+    assert 1 <= len(learned) <= 2
     assert all(any(shape.exceeds(held) is None for held in learned) for shape in packs)
 
 
-def test_nothing_is_learned_where_nobody_has_met_a_pack() -> None:
-    with pytest.raises(ValueError, match="there were none"):
-        capacities_for(needs_of([]))
+# -- the capacities that pad packs least, against every choice that there is ----------------------------
+
+Packs = Mapping[PackShape, int]
+# Few values, so that packs share tokens and documents.
+few_shapes = st.builds(PackShape, st.integers(1, 7), st.integers(0, 4), st.integers(1, 7))
+packs_seen = st.dictionaries(few_shapes, st.integers(1, 5), min_size=1, max_size=7)
+rooms = st.tuples(st.integers(1, 9), st.integers(1, 5))
+
+
+def padded(packs: Packs, capacities: Sequence[Capacity]) -> tuple[int, int] | None:
+    """Tokens and documents; None if a pack fits none."""
+    tokens = documents = 0
+    for shape, count in packs.items():
+        fitting = [it for it in capacities if shape.exceeds(it) is None]
+        if not fitting:
+            return None
+        chosen = min(fitting)
+        tokens += count * (chosen.tokens - shape.tokens)
+        documents += count * (chosen.num_seqs - max(shape.num_seqs, 1))
+    return tokens, documents
+
+
+def every_choice(packs: Packs, room: tuple[int, int], multiple: int, most: int) -> Iterator[list[Capacity]]:
+    """That has room for larger packs."""
+    tokens = {-(-number // multiple) * multiple for number in (*(it.tokens for it in packs), room[0])}
+    documents = {max(it.num_seqs, 1) for it in packs} | {room[1]}
+    sizes = product(tokens, documents)
+    all_of_them = sorted(Capacity(tokens=rows, num_seqs=it, max_seqlen=rows) for rows, it in sizes)
+    for size in range(1, most + 1):
+        for some in combinations(all_of_them, size):
+            if any(it.tokens == max(tokens) and it.num_seqs >= room[1] for it in some):
+                yield [*some]
+
+
+def finds_all(packs: Packs, capacities: Sequence[Capacity]) -> bool:
+    """Whether each pack fits the one of most documents, of each number of tokens that is enough for it."""
+    most = {it.tokens: it.num_seqs for it in sorted(capacities)}
+    return all(
+        shape.num_seqs <= count
+        for shape, (tokens, count) in product(packs, most.items())
+        if shape.tokens <= tokens
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(packs=packs_seen, room=rooms, multiple=st.sampled_from([1, 2, 3]))
+def test_no_other_choice_pads_fewer_tokens_nor_as_many_with_fewer_documents(
+    packs: dict[PackShape, int], room: tuple[int, int], multiple: int
+) -> None:
+    # In pack_reader.cpp no document is longer than its pack.
+    packs = {it.replace(max_seqlen=min(it.max_seqlen, it.tokens)): count for it, count in packs.items()}
+    others = [(it, cost) for it in every_choice(packs, room, multiple, 3) if (cost := padded(packs, it))]
+    choices = best_capacities(packs, room=room, multiple=multiple, captures=3)
+    for most, (capacities, tokens) in enumerate(choices, start=1):
+        cost = padded(packs, capacities)
+        assert cost is not None and cost[0] == tokens
+        assert 1 <= len(capacities) <= most and capacities == sorted(capacities)
+        assert all(it.tokens % multiple == 0 and it.max_seqlen == it.tokens for it in capacities)
+        assert capacities[-1].tokens >= room[0] and capacities[-1].num_seqs >= room[1]
+        assert finds_all(packs, capacities)
+        as_large = [(it, other) for it, other in others if len(it) <= most]
+        assert tokens == min(other[0] for _it, other in as_large)
+        assert cost == min(other for it, other in as_large if finds_all(packs, it))
+
+
+def test_many_packs_take_no_longer_than_somebody_waits() -> None:
+    packs = {PackShape(1 + it * 37 % 30_011, 1 + it % 50, 1): 1 + it % 3 for it in range(4000)}
+    choices = best_capacities(packs, room=(32_768, 64), multiple=1, captures=4)
+    paddings = [padded for _capacities, padded in choices]
+    assert paddings == sorted(paddings, reverse=True) and len({*paddings}) == 4
+
+
+def test_empty_packs_get_no_capacity_of_no_tokens() -> None:
+    """Bug: they got one, which took a capture."""
+    packs = {PackShape(0, 0, 1): 3, PackShape(64, 4, 64): 5}
+    choices = best_capacities(packs, room=(64, 4), multiple=1, captures=3)
+    assert all(it.tokens > 0 for capacities, _padded in choices for it in capacities)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    one = PackShape(4, 1, 4)
+    for packs, multiple, captures, message in (
+        ({}, 1, 1, "and there were none"),
+        ({one: 0}, 1, 1, "expected counts of at least 1, got 0"),
+        *(({one: 1}, *counts, "at least 1, got") for counts in ((0, 1), (1, 0))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            best_capacities(packs, room=(1, 1), multiple=multiple, captures=captures)
 
 
 # -- states ------------------------------------------------------------------------------------------
@@ -167,10 +256,7 @@ def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
     ranks = [_C.States(2), _C.States(2)]
 
     def meet(*fingerprints: int) -> tuple[list[int], list[bool]]:
-        said = [
-            states.local_state(rank, value, 1)
-            for rank, (states, value) in enumerate(zip(ranks, fingerprints, strict=True))
-        ]
+        said = [ranks[place].local_state(place, value, 1) for place, value in enumerate(fingerprints)]
         largest = [max(values) for values in zip(*said, strict=True)]
         agreed = [rank.agree(largest) for rank in ranks]
         return [rank.current for rank in ranks], agreed
@@ -261,3 +347,96 @@ def test_states_that_alternate_keep_their_graphs_and_one_that_stays_gets_some() 
     for steps in (4, 4, 4, 8):
         lost = next(it for it in (7, 8, 9) if begin(states, it) and states.current not in captured)
         assert [captures(lost) for _ in range(steps + 1)] == (steps - 1) * [False] + [True, False]
+
+
+# -- stages run micro-batches in Megatron's order, and what is in flight in it is known -------------------
+
+MOST_STAGES, MOST_CHUNKS = 8, 4
+Pass = tuple[bool, int, int]  # whether it is a forward, chunk, micro-batch
+
+
+def order_of_megatron(schedule: StageSchedule, count: int, *, forward_only: bool = False) -> list[Pass]:
+    """The order that Megatron's own functions stand for, put together as its schedules do."""
+    from megatron.core.pipeline_parallel import schedules
+
+    group = schedule.group_size or schedule.stages
+    communicator = SimpleNamespace(
+        pp_group=SimpleNamespace(size=lambda: schedule.stages, rank=lambda: schedule.stage),
+        virtual_pipeline_model_parallel_size=schedule.chunks if schedule.chunks > 1 else None,
+    )
+    total, _, warm_up, rest = schedules.get_pp_rank_microbatches(
+        count, schedule.chunks, group, forward_only, schedule.has_expert_overlap, communicator
+    )
+    table = schedules.get_schedule_table(count, schedule.chunks, group)
+    forwards = iter([(True, chunk, micro_batch) for micro_batch, chunk in table])
+    backwards = iter([(False, schedule.chunks - 1 - chunk, micro_batch) for micro_batch, chunk in table])
+    order = [*islice(forwards, warm_up)]
+    for _ in range(rest):
+        order += [next(forwards), next(backwards)]
+    assert next(forwards, None) is None and len(order) == warm_up + 2 * rest and warm_up + rest == total
+    return order if forward_only else [*order, *backwards]
+
+
+def schedules() -> Iterator[StageSchedule]:
+    """Every stage of pipelines, with some sizes of groups of micro-batches."""
+    for stages in range(1, MOST_STAGES + 1):
+        for stage in range(stages):
+            yield StageSchedule(stages=stages, stage=stage)
+            groups = (stages, stages + 1, 2 * stages + 1)
+            several = product(range(2, MOST_CHUNKS + 1), groups, (False, True))
+            for chunks, group_size, overlaps in several if stages > 1 else ():
+                how = {"chunks": chunks, "group_size": group_size, "has_expert_overlap": overlaps}
+                yield StageSchedule(stages=stages, stage=stage, **how)
+
+
+def most_in(order: list[Pass], chunks: int) -> list[int]:
+    now, most = [0] * chunks, [0] * chunks
+    for is_forward, chunk, _ in order:
+        now[chunk] += 1 if is_forward else -1
+        assert now[chunk] >= 0
+        most[chunk] = max(most[chunk], now[chunk])
+    return most
+
+
+@pytest.mark.megatron
+def test_order_and_figures_are_those_of_megatron() -> None:
+    for schedule in schedules():
+        group, most = schedule.group_size or schedule.stages, [0] * schedule.chunks
+        # Every legal rest of a group, and the most that are in flight.
+        counts = [*range(1, group + schedule.stages), *range(2 * group, 3 * group + 1), 5 * group]
+        for count in filter(schedule.is_legal, counts):
+            order = order_of_megatron(schedule, count)
+            assert schedule.passes(count) == order
+            most = [*map(max, most, most_in(order, schedule.chunks))]
+            forwards = schedule.passes(count, forward_only=True)
+            assert forwards == order_of_megatron(schedule, count, forward_only=True)
+            assert all(is_forward for is_forward, _, _ in forwards) and 2 * len(forwards) == len(order)
+        assert most == schedule.most_in_flight, schedule
+
+
+def test_without_a_pipeline_one_is_in_flight_and_with_expert_overlap_two() -> None:
+    assert StageSchedule().most_in_flight == [1]
+    schedule = StageSchedule(has_expert_overlap=True)
+    assert schedule.most_in_flight == [2] == schedule.in_flight(7) and schedule.in_flight(1) == [1]
+
+
+def test_counts_that_megatron_takes() -> None:
+    """As its schedule raises: fewer than a group, and a rest with fewer than there are stages."""
+    for group, legal in ((None, [2, 4, 6, 8]), (2, [2, 4, 6, 8]), (3, [3, 5, 6, 8]), (4, [4, 6, 7, 8])):
+        schedule = StageSchedule(stages=2, chunks=2, group_size=group)
+        assert [*filter(schedule.is_legal, range(9))] == legal
+        with pytest.raises(ValueError, match=r"expected a number of micro-batches that .* takes, got 1"):
+            schedule.passes(1)
+    assert not StageSchedule(stages=2).is_legal(0) and StageSchedule(stages=2).is_legal(1)
+
+
+def test_what_no_schedule_takes() -> None:
+    for wrong, message in (
+        ({"stages": 0}, "expected at least one stage and chunk, got 0 and 1"),
+        ({"stages": 2, "stage": 2}, "expected a stage from 0 to 1, got 2"),
+        ({"chunks": 2}, "expected one chunk without a pipeline, got 2"),
+        ({"stages": 2, "has_expert_overlap": True}, "expected several chunks a stage"),
+        ({"stages": 4, "chunks": 2, "group_size": 3}, "expected groups of at least 4 micro-batches.*got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            StageSchedule(**wrong)
