@@ -9,7 +9,7 @@ import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -132,9 +132,7 @@ def variant(key: Any = "train", *, training: bool = True, rows: int = ROWS, **ch
 def give_main_grads(layers: Sequence[nn.Module]) -> list[object]:
     """As Megatron's DDP does: a hook on each gradient accumulator. Returns what has to stay alive."""
     accumulators: list[object] = []
-    for param in (param for layer in layers for param in layer.parameters()):
-        if not param.requires_grad:
-            continue
+    for param in (it for layer in layers for it in layer.parameters() if it.requires_grad):
         param.main_grad = torch.zeros_like(param, dtype=torch.float32)
         param.grad_added_to_main_grad = False
         accumulator = param.expand_as(param).grad_fn.next_functions[0][0]
@@ -159,16 +157,12 @@ def unowned(tensor: Tensor) -> Tensor:
 
 
 def rng_states(device: str) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device == "cuda":
-        states.append(torch.cuda.get_rng_state())
-    return states
+    of_gpu = [torch.cuda.get_rng_state()] if device == "cuda" else []
+    return [torch.get_rng_state(), *of_gpu]
 
 
 def run_eager(layers: Sequence[Callable[[Tensor], Tensor]], hidden: Tensor) -> Tensor:
-    for layer in layers:
-        hidden = layer(hidden)
-    return hidden
+    return reduce(lambda given, layer: layer(given), layers, hidden)
 
 
 @dataclass
@@ -186,8 +180,7 @@ class MicroBatch:
         assert self.output.requires_grad == self.eager_output.requires_grad
 
     def backward(self, grad: Tensor | None = None) -> None:
-        if grad is None:
-            grad = torch.randn_like(self.eager_output)
+        grad = torch.randn_like(self.eager_output) if grad is None else grad
         torch.autograd.backward(self.output, grad.clone())
         torch.autograd.backward(self.eager_output, grad.clone())
         assert_same_bits(self.input.grad, self.eager_input.grad, "gradient of the input")
@@ -230,8 +223,7 @@ class Pair:
         eager: Callable[[Tensor], Tensor] | None = None,  # in place of the eager layers
     ) -> MicroBatch:
         """One micro-batch through both, as a host would run it; outputs are compared."""
-        if hidden is None:
-            hidden = self.input()
+        hidden = self.input() if hidden is None else hidden
         x, eager_x = (hidden.detach().clone().requires_grad_(requires_grad) for _ in range(2))
         with self.bank.micro_batch(key, sources) as reason:
             if reason is None:
@@ -280,8 +272,7 @@ class Pair:
 
     def zero_grads(self) -> None:
         """Of both."""
-        for layer in (*self.layers, *self.eager_layers):
-            layer.zero_grad()
+        nn.ModuleList([*self.layers, *self.eager_layers]).zero_grad()
 
     def update_weights(self) -> None:
         """An optimizer step, in place, on both."""

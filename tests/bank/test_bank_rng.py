@@ -16,7 +16,6 @@ from bank_pair import WIDTH, Applies, Block, Pair, blocks, rng_states, run_eager
 from same_bits import assert_same_bits
 from test_verify import Baked, captured, example
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.bank.rng import Rewinds, RngSources, rewinds_of
@@ -198,8 +197,8 @@ def test_generators_of_one_state_are_the_same_stream() -> None:
 
 def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
     def draws_more(hidden: Tensor) -> Tensor:
-        hidden = functional.dropout(hidden, 0.3)
-        return hidden if Baked.is_captured else functional.dropout(hidden, 0.3)
+        hidden = nn.functional.dropout(hidden, 0.3)
+        return hidden if Baked.is_captured else nn.functional.dropout(hidden, 0.3)
 
     layers, state = [Applies(draws_more), Block()], torch.get_rng_state()
     bank = captured(layers, device)

@@ -5,7 +5,6 @@ Sites run one by one, each with a leaf in front of it, as nodes of a plan do.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -46,13 +45,12 @@ class DelayedBlock(nn.Module):
             linear.weight.grad = None
 
 
-@dataclass
 class Flight:
     """One micro-batch on one side: of each layer its leaf, its output, and what finishes its backward."""
 
-    leaves: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    rests: list[Callable[[], None] | None] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.leaves, self.outputs = list[Tensor](), list[Tensor]()
+        self.rests = list[Callable[[], None] | None]()
 
     def run(self, layer: Callable[[Tensor], Any], given: Tensor, take: Callable[[], Any]) -> Tensor:
         self.leaves.append(given.detach().requires_grad_())

@@ -304,7 +304,6 @@ def test_where_a_pool_cannot_be_lent_modules_run_in_memory_of_their_own() -> Non
 
 # -- launches ----------------------------------------------------------------------------------------
 
-
 SITES = 32
 SLEEP_CYCLES = 4_000_000_000  # some two seconds: the queue fills meanwhile
 WAITED_SECONDS = 0.2
@@ -391,7 +390,6 @@ def test_a_bank_replays_on_its_own_device_whichever_is_current() -> None:
 
 
 # -- bugs of graphs and their workspaces -------------------------------------------------------------
-
 
 COLUMNS, MANY = 640, 8192  # of matrix products that need a workspace
 

@@ -4,7 +4,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,18 +43,16 @@ def test_an_output_is_a_plain_tensor_and_holds_the_slot_until_it_is_gone(pair: P
     assert pair.bank.all_free() and pair.bank.last_leases() == [], "a single slot has none to show"
 
 
-DEALLOCATIONS: dict[str, Callable[[Tensor], object]] = {
-    "emptied": lambda out: out.untyped_storage().resize_(0),
-    "replaced": lambda out: setattr(out, "data", out.new_empty(1)),
-}
-
-
-@pytest.mark.parametrize("how", DEALLOCATIONS)
-def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, how: str) -> None:
+@pytest.mark.parametrize(
+    "deallocate",
+    [lambda out: out.untyped_storage().resize_(0), lambda out: setattr(out, "data", out.new_empty(1))],
+    ids=["emptied", "replaced"],
+)
+def test_a_deallocated_output_frees_the_slot_alone(pair: Pair, deallocate: Any) -> None:
     """As Megatron's pipeline does between forward and backward. A shallow copy freed the buffer."""
     for _ in range(3):
         micro_batch = pair.forward()
-        DEALLOCATIONS[how](micro_batch.output)
+        deallocate(micro_batch.output)
         assert "tensor" not in pair.bank.holders()
         grad = torch.randn_like(micro_batch.eager_output)
         # Megatron's custom_backward: the engine itself, since the shape is gone; it keeps no graph.
@@ -279,7 +277,6 @@ def test_a_slot_has_one_lease_at_a_time_which_starts_with_no_site_live_and_names
 
 
 # -- tensors that another thread lets go of a little later -------------------------------------------
-
 
 SECONDS = 0.05  # until the other thread lets go
 PATIENCE = 2.0  # as in csrc/bank/replay/slot_ring.h

@@ -66,32 +66,30 @@ def mask(blocks: Sequence[Block]) -> int:
     return sum(((1 << size) - 1) << start for start, size in blocks)
 
 
-@dataclass
 class Graphs:
-    """What the captured passes of each site touch, as masks.
+    """What the captured passes of each site touch, as masks, of one capture into a fresh pool.
 
     Of a site: what its `forward`, `backward` and `rest` write; what is `saved` for the backward, and `left`
     for the third pass; `input`, `output`, `transient`, `gradient`; and what is `given`, staged before a
     backward whose gradient comes from elsewhere.
     """
 
-    of: list[Counter[str]]
-    gaps: set[int]
-
-
-class Capture:
-    """One capture into a fresh pool, pass by pass."""
-
-    def __init__(self, num_sites: int, seed: int, *, has_gaps: bool = False) -> None:
+    def __init__(self, num_sites: int, seed: int, *, has_gaps: bool = False, has_rests: bool = False) -> None:
         self.rng = random.Random(seed)
         self.pool = Pool(self.rng.choice(list(PICKS.values())), self.rng)
-        gaps = {site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6}
-        self.graphs = Graphs([Counter[str]() for _ in range(num_sites)], gaps)
+        self.gaps = {site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6}
+        self.of = [Counter[str]() for _ in range(num_sites)]
         # Boundaries stay allocated until the last capture: a site's output is the next one's input.
         self.outputs: list[Block] = []
         self.grad_inputs: dict[int, Block] = {}
         self.kept: dict[int, list[Block]] = {}
         self.left: dict[int, list[Block]] = {}
+        for site in range(num_sites):  # in the order of a bank's plan
+            self._forward(site)
+        for site in reversed(range(num_sites)):
+            self._backward(site, leaves_some=has_rests)
+            if has_rests:
+                self._rest(site)
 
     def _some(self, most: int) -> list[Block]:
         return [self.pool.allocate() for _ in range(self.rng.randint(1, most))]
@@ -99,16 +97,15 @@ class Capture:
     def _free_in_any_order(self, blocks: list[Block]) -> None:
         self.pool.free(self.rng.sample(blocks, len(blocks)))
 
-    def forward(self, site: int) -> None:
-        graphs = self.graphs
-        is_chained = site > 0 and site - 1 not in graphs.gaps
+    def _forward(self, site: int) -> None:
+        is_chained = site > 0 and site - 1 not in self.gaps
         given = self.outputs[site - 1] if is_chained else self.pool.allocate()
         temporaries, self.kept[site], later = self._some(3), self._some(3), self._some(2)
         self.outputs.append(self.pool.allocate())
-        transient = self._some(2) if site in graphs.gaps else []
+        transient = self._some(2) if site in self.gaps else []
         self._free_in_any_order(temporaries + later)
         self.pool.free(transient)
-        graphs.of[site].update(
+        self.of[site].update(
             forward=mask([*temporaries, *self.kept[site], *later, self.outputs[site], *transient]),
             input=mask([given]),
             output=mask([self.outputs[site]]),
@@ -116,47 +113,30 @@ class Capture:
             saved=mask([*self.kept[site], given, self.outputs[site]]),
         )
 
-    def backward(self, site: int, *, leaves_some: bool = False) -> None:
-        graphs = self.graphs
-        after = self.grad_inputs.get(site + 1) if site not in graphs.gaps else None
+    def _backward(self, site: int, *, leaves_some: bool = False) -> None:
+        after = self.grad_inputs.get(site + 1) if site not in self.gaps else None
         grad_output = self.pool.allocate() if after is None else after
         temporaries, grad_input = self._some(4), self.pool.allocate()  # the gradient is a boundary too
         done = temporaries + self.kept[site]
         if leaves_some:
             self.left[site] = [done.pop(), self.pool.allocate()]
             temporaries.append(self.left[site][-1])
-            graphs.of[site]["left"] = mask(self.left[site])
+            self.of[site]["left"] = mask(self.left[site])
         self._free_in_any_order(done)
-        graphs.of[site].update(backward=mask([*temporaries, grad_input]), given=mask([grad_output]))
+        self.of[site].update(backward=mask([*temporaries, grad_input]), given=mask([grad_output]))
         if after is None:
             self.pool.free([grad_output])
-        if site > 0 and site - 1 in graphs.gaps:
+        if site > 0 and site - 1 in self.gaps:
             self.pool.free([grad_input])  # handed out as a copy
         else:
             self.grad_inputs[site] = grad_input
-            graphs.of[site]["gradient"] = mask([grad_input])
+            self.of[site]["gradient"] = mask([grad_input])
 
-    def rest(self, site: int) -> None:
+    def _rest(self, site: int) -> None:
         temporaries = self._some(3)
-        self.graphs.of[site]["rest"] = mask(temporaries)
+        self.of[site]["rest"] = mask(temporaries)
         self._free_in_any_order(temporaries)
         self.pool.free(self.left[site])
-
-
-def captured(num_sites: int, seed: int, *, has_gaps: bool = False, has_rests: bool = False) -> Graphs:
-    """In the order of a bank's plan."""
-    capture = Capture(num_sites, seed, has_gaps=has_gaps)
-    for site in range(num_sites):
-        capture.forward(site)
-    for site in reversed(range(num_sites)):
-        capture.backward(site, leaves_some=has_rests)
-        if has_rests:
-            capture.rest(site)
-    return capture.graphs
-
-
-class Overwritten(AssertionError):
-    """A pass has written where somebody still reads."""
 
 
 class Replay:
@@ -170,10 +150,10 @@ class Replay:
         self.held: dict[tuple[Kind, int], int] = {}
 
     def _write(self, units: int) -> None:
+        """Where nobody reads any more."""
         saved = [self.of[site]["saved"] for site in self.live]
         left = [self.of[site]["left"] for site in self.unfinished]
-        if any(where & units for where in (*saved, *left, *self.held.values())):
-            raise Overwritten
+        assert not any(where & units for where in (*saved, *left, *self.held.values()))
 
     def forward(self, site: int) -> None:
         self.live.discard(site)  # what it has saved is made anew
@@ -203,7 +183,7 @@ def is_corrupt(graphs: Graphs, passes: str) -> bool:
     try:
         for step in passes.split():
             runs[step[0]](int(step[1:]))
-    except Overwritten:
+    except AssertionError:
         return True
     return False
 
@@ -222,35 +202,28 @@ def is_allowed(num_sites: int, passes: str) -> bool:
     return True
 
 
-class Readers:
-    """Somebody who goes on reading outputs and gradients for a while, each at most once."""
-
-    def __init__(self, replay: Replay, slot: _C.Slot, rng: random.Random) -> None:
-        self.replay, self.slot, self.rng = replay, slot, rng
-
-    def take(self, kind: Kind, site: int) -> None:
-        units = self.replay.of[site][kind.name.lower()]
-        if units and self.rng.random() < 0.5 and (kind, site) not in self.replay.held:
-            self.slot.retain_tensor(site, kind)
-            self.replay.held[kind, site] = units
-
-    def leave(self, probability: float = 1) -> None:
-        for kind, site in list(self.replay.held):
-            if self.rng.random() < probability:
-                del self.replay.held[kind, site]
-                self.slot.release_tensor(site, kind)
-
-
 def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) -> tuple[int, int]:
     """One lease. Returns how many backwards read their saved tensors, and how many wishes were refused."""
-    replay = Replay(graphs)
-    readers, reads, refused = Readers(replay, slot, rng), 0, 0
+    replay, reads, refused = Replay(graphs), 0, 0
     assert slot.lease(0, True)
+
+    def take(kind: Kind, site: int) -> None:
+        """Somebody may go on reading an output or a gradient for a while, each at most once."""
+        units = replay.of[site][kind.name.lower()]
+        if units and rng.random() < 0.5 and (kind, site) not in replay.held:
+            slot.retain_tensor(site, kind)
+            replay.held[kind, site] = units
+
+    def let_go(probability: float = 1) -> None:
+        for kind, site in list(replay.held):
+            if rng.random() < probability:
+                del replay.held[kind, site]
+                slot.release_tensor(site, kind)
 
     def backward(site: int) -> None:
         nonlocal reads
         replay.backward(site)
-        readers.take(Kind.GRADIENT, site)
+        take(Kind.GRADIENT, site)
         slot.node_done(site)
         reads += 1
 
@@ -262,8 +235,8 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
                 continue  # the site itself refuses to stage into an output that is still read
             if slot.enter(site):
                 replay.forward(site)
-                readers.take(Kind.OUTPUT, site)
-                readers.take(Kind.TRANSIENT, site)
+                take(Kind.OUTPUT, site)
+                take(Kind.TRANSIENT, site)
             else:
                 refused += 1
         elif site not in replay.live:
@@ -275,14 +248,14 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
             backward(site)
         else:
             refused += 1
-        readers.leave(0.4)
+        let_go(0.4)
     slot.end_micro_batch()
     if not slot.await_transients(0):
-        readers.leave()
+        let_go()
     for site in sorted(replay.live, reverse=True):
         assert slot.leave(site)
         backward(site)
-    readers.leave()
+    let_go()
     assert slot.is_free
     return reads, refused
 
@@ -292,7 +265,7 @@ def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_in
     rng = random.Random(0)
     counts = list[tuple[int, int]]()
     for seed in range(NUM_POOLS):
-        graphs = captured(2 + seed % 5, seed, has_gaps=seed % 2 == 1)
+        graphs = Graphs(2 + seed % 5, seed, has_gaps=seed % 2 == 1)
         slot = _C.Slot(0, len(graphs.of))
         counts += (run_what_the_slot_allows(graphs, slot, rng) for _ in range(SEQUENCES_PER_POOL))
     reads, refused = map(sum, zip(*counts, strict=True))
@@ -323,6 +296,6 @@ ORDERS = {  # of passes, and the share of pools that they corrupt at least
 def test_the_rule_allows_just_those_orders_that_corrupt_no_pool(passes: str, share: float) -> None:
     assert is_allowed(4, passes) == (share == 0)
     num_sites = 1 + max(int(step[1:]) for step in passes.split())
-    pools = (captured(num_sites, seed, has_rests="W" in passes) for seed in range(NUM_POOLS))
+    pools = (Graphs(num_sites, seed, has_rests="W" in passes) for seed in range(NUM_POOLS))
     corrupt = sum(is_corrupt(graphs, passes) for graphs in pools) / NUM_POOLS
     assert corrupt >= share if share else corrupt == 0

@@ -129,7 +129,6 @@ def test_what_staging_cannot_do_is_an_error(device: str) -> None:
 
 # -- arguments of a variant --------------------------------------------------------------------------
 
-
 Arguments = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 
 
@@ -263,7 +262,6 @@ def test_an_input_that_no_graph_takes_has_its_variants_arguments_and_rows(device
 
 
 # -- attention captured for many documents is launched for those that a pack has ---------------------
-
 
 ATTENDED, MOST_SEQS, HEADS, DIM = 1024, 16, 2, 32
 FEATURES = HEADS * DIM

@@ -26,9 +26,7 @@ Bank = dict[int, tuple[Capacity, ...]]
 # Few values, so that packs fit, exceed and equal capacities about as often.
 numbers = st.integers(1, 4)
 capacities = st.builds(Capacity, tokens=numbers, num_seqs=numbers, max_seqlen=numbers)
-shapes = st.builds(
-    PackShape, tokens=numbers, num_seqs=st.integers(0, 4), max_seqlen=numbers, cp_size=st.sampled_from([1, 2])
-)
+shapes = st.builds(PackShape, numbers, st.integers(0, 4), numbers, cp_size=st.sampled_from([1, 2]))
 banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_size=5).map(tuple))
 
 

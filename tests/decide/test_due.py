@@ -2,7 +2,7 @@
 """What is due to be captured; states, capacities and what is in flight: all follows from the steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, islice, product
+from itertools import accumulate, combinations, islice, product
 from types import SimpleNamespace
 
 import pytest
@@ -116,10 +116,7 @@ def test_most_packs_get_a_capacity_of_their_own() -> None:
 
 def test_packs_that_vary_get_headroom_and_equal_ones_none() -> None:
     """Three steps of warm-up rarely meet the largest pack of a run: the next larger one ran eager."""
-    for counts, tokens, expected in (
-        ((8, 8, 8), (500, 500, 500), (500, 8)),
-        ((6, 7, 8), (500, 480, 510), (640, 16)),
-    ):
+    for counts, tokens, expected in (([8] * 3, [500] * 3, (500, 8)), ((6, 7, 8), (500, 480, 510), (640, 16))):
         observed = [PackShape(*shape, 40) for shape in zip(tokens, counts, strict=True)]
         learned = _C.capacities_for(_C.needs_of(observed))
         assert (learned[-1].tokens, learned[-1].num_seqs) == expected
@@ -389,15 +386,6 @@ def schedules() -> Iterator[StageSchedule]:
                 yield StageSchedule(stages=stages, stage=stage, **how)
 
 
-def most_in(order: list[Pass], chunks: int) -> list[int]:
-    now, most = [0] * chunks, [0] * chunks
-    for is_forward, chunk, _ in order:
-        now[chunk] += 1 if is_forward else -1
-        assert now[chunk] >= 0
-        most[chunk] = max(most[chunk], now[chunk])
-    return most
-
-
 @pytest.mark.megatron
 def test_order_and_figures_are_those_of_megatron() -> None:
     for schedule in schedules():
@@ -407,7 +395,11 @@ def test_order_and_figures_are_those_of_megatron() -> None:
         for count in filter(schedule.is_legal, counts):
             order = order_of_megatron(schedule, count)
             assert schedule.passes(count) == order
-            most = [*map(max, most, most_in(order, schedule.chunks))]
+            for chunk in range(schedule.chunks):
+                passes = (1 if is_forward else -1 for is_forward, of, _ in order if of == chunk)
+                in_flight = [*accumulate(passes)]
+                assert min(in_flight) >= 0
+                most[chunk] = max(most[chunk], *in_flight)
             forwards = schedule.passes(count, forward_only=True)
             assert forwards == order_of_megatron(schedule, count, forward_only=True)
             assert all(is_forward for is_forward, _, _ in forwards) and 2 * len(forwards) == len(order)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of the demo, and packs of a stream of them."""
 
-import itertools
 import re
 import sysconfig
 import tempfile
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise, repeat
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,16 +21,8 @@ from megagraph.demo.documents import Document, DocumentError, load_documents
 from megagraph.demo.packs import Pack, next_token_labels, position_ids, stream_packs
 
 
-def write_files(folder: Path, **files: bytes) -> Path:
-    for name, data in files.items():
-        path = folder / name.replace("__", "/").replace("_dot_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return folder
-
-
-def contents(documents: Iterable[Document]) -> list[list[int]]:
-    return [document.tokens.tolist() for document in documents]
+def texts(documents: Iterable[Document]) -> list[bytes]:
+    return [bytes(document.tokens.tolist()) for document in documents]
 
 
 def refuses(path: Path | None, message: str, **options: Any) -> None:
@@ -42,11 +33,11 @@ def refuses(path: Path | None, message: str, **options: Any) -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=8))
-def test_any_text_comes_back_byte_for_byte(tmp_path_factory: TempPathFactory, texts: list[str]) -> None:
-    path = Files(tmp_path_factory.mktemp("rows")).jsonl(*({"text": text} for text in texts))
+def test_any_text_comes_back_byte_for_byte(tmp_path_factory: TempPathFactory, lines: list[str]) -> None:
+    path = Files(tmp_path_factory.mktemp("rows")).jsonl(*({"text": text} for text in lines))
     documents = [*load_documents(path)]
-    assert [bytes(tokens).decode() for tokens in contents(documents)] == texts
-    assert [document.name for document in documents] == [f"docs.jsonl:{it + 1}" for it in range(len(texts))]
+    assert [text.decode() for text in texts(documents)] == lines
+    assert [document.name for document in documents] == [f"docs.jsonl:{it + 1}" for it in range(len(lines))]
 
 
 def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
@@ -55,19 +46,19 @@ def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
     assert first.tokens.shape == (9000,) and first.tokens.dtype == torch.int64
     assert set(first.tokens.tolist()) == set(range(256))
     assert not torch.equal(first.tokens, second.tokens)
-    assert contents(load_documents(path)) == contents([first, second])
+    assert texts(load_documents(path)) == texts([first, second])
 
 
 def test_text_goes_before_tokens_and_these_before_a_length(tmp_path: Path) -> None:
     path = tmp_path / "docs.JSONL"
     for lines, expected in (
-        (b'{"tokens": [0, 255]}\n{"tokens": [5]}\n', [[0, 255], [5]]),
-        (b'{"tokens": [7], "text": "a"}\n', [[97]]),
-        (b'{"length": 3, "tokens": [7]}\n', [[7]]),
-        (b'{"text": "a"}\r\n{"text": "b"}', [[97], [98]]),  # the last line needs no newline
+        (b'{"tokens": [0, 255]}\n{"tokens": [5]}\n', [b"\x00\xff", b"\x05"]),
+        (b'{"tokens": [7], "text": "a"}\n', [b"a"]),
+        (b'{"length": 3, "tokens": [7]}\n', [b"\x07"]),
+        (b'{"text": "a"}\r\n{"text": "b"}', [b"a", b"b"]),  # the last line needs no newline
     ):
         path.write_bytes(lines)
-        assert contents(load_documents(path)) == expected
+        assert texts(load_documents(path)) == expected
 
 
 @pytest.fixture
@@ -78,22 +69,20 @@ def library(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
 
 
 def test_the_standard_library_is_its_text_and_sources_only_in_the_same_order_each_time(library: Path) -> None:
-    write_files(library, LICENSE=b"a", b_dot_py=b"b", c__d_dot_txt=b"c", e_dot_so=b"d", f_dot_py=b"a\0b")
-    write_files(library, **{"site-packages__f_dot_py": b"e", "test__g_dot_py": b"f"})
-    write_files(library, _dot_hidden_dot_py=b"g", _dot_git__h_dot_py=b"h", empty_dot_py=b"")
+    files = {"LICENSE": b"a", "b.py": b"b", "c/d.txt": b"c", "e.so": b"d", "f.py": b"a\0b", "empty.py": b""}
+    files |= {"site-packages/f.py": b"e", "test/g.py": b"f", ".hidden.py": b"g", ".git/h.py": b"h"}
+    for name, data in files.items():
+        (library / name).parent.mkdir(exist_ok=True)
+        (library / name).write_bytes(data)
     assert [it.name for it in load_documents(None)] == ["LICENSE[0:1]", "b.py[0:1]", "c/d.txt[0:1]"]
 
 
-def texts(documents: Iterable[Document]) -> list[bytes]:
-    return [bytes(document.tokens.tolist()) for document in documents]
-
-
 def test_a_paragraph_ends_with_its_blank_line_and_is_cut_if_long_and_dropped_if_short(library: Path) -> None:
-    write_files(library, d_dot_py=b"one\n\ntwo\nmore\n\nthree")
+    (library / "d.py").write_bytes(b"one\n\ntwo\nmore\n\nthree")
     documents = [*load_documents(None)]
     assert texts(documents) == [b"one\n\n", b"two\nmore\n\n", b"three"]
     assert [document.name for document in documents] == ["d.py[0:5]", "d.py[5:15]", "d.py[15:20]"]
-    write_files(library, d_dot_py=b"abcdefgh\n\nx\n\n\n")
+    (library / "d.py").write_bytes(b"abcdefgh\n\nx\n\n\n")
     assert texts(load_documents(None, min_length=3, max_length=4)) == [b"abcd", b"efgh", b"x\n\n"]
 
 
@@ -101,7 +90,7 @@ def test_a_paragraph_ends_with_its_blank_line_and_is_cut_if_long_and_dropped_if_
 def test_every_token_of_a_text_appears_once_in_order(data: bytes, limit: int | None) -> None:
     data = data.replace(b"a", b"\n").replace(b"\0", b"b")
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(sysconfig, "get_path", lambda _: folder):
-        write_files(Path(folder), d_dot_py=data)
+        Path(folder, "d.py").write_bytes(data)
         pieces = texts(load_documents(None, max_length=limit))
     assert b"".join(pieces) == data
     assert limit is None or max(map(len, pieces)) <= limit
@@ -150,7 +139,8 @@ def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, rows: list[Any], m
 
 
 def test_a_path_that_is_no_jsonl_with_documents_is_refused(tmp_path: Path) -> None:
-    write_files(tmp_path, docs_dot_jsonl=b"", docs_dot_csv=b"a,b")
+    (tmp_path / "docs.jsonl").touch()
+    (tmp_path / "docs.csv").write_bytes(b"a,b")
     refuses(tmp_path / "docs.jsonl", "FILE: expected at least one document, got an empty file")
     refuses(tmp_path / "nowhere.jsonl", "FILE: expected a .jsonl file, found nothing there")
     refuses(tmp_path, "FILE: expected a .jsonl file, found a folder")
@@ -166,13 +156,12 @@ def test_a_limit_out_of_range_is_refused() -> None:
 
 # -- packs of a stream -------------------------------------------------------------------------------
 
-
 LIMIT = 50
 
 
 def make_documents(lengths: Iterable[int]) -> list[Document]:
     """Every token is unique, so that a lost, doubled or moved one shows."""
-    ends = itertools.accumulate(lengths, initial=0)
+    ends = accumulate(lengths, initial=0)
     return [Document(name=f"d{n}", tokens=torch.arange(*ends)) for n, ends in enumerate(pairwise(ends))]
 
 
@@ -200,7 +189,7 @@ def test_streaming_keeps_every_token_once_and_in_order(lengths: list[int], max_n
 
 def test_packs_come_before_the_documents_end_and_own_their_tokens() -> None:
     document = Document(name="d", tokens=torch.arange(LIMIT))
-    packs = stream_packs(itertools.repeat(document), LIMIT)
+    packs = stream_packs(repeat(document), LIMIT)
     pack = next(packs)
     document.tokens.fill_(-1)
     assert pack.tokens.tolist() == list(range(LIMIT)) and next(packs).num_tokens == LIMIT

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from offsets import pack_of
 from same_bits import assert_close_to_float64, assert_same_bits
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from megagraph.modules import GroupedLinear, Norm, SortedRows, VarlenAttention
 
@@ -107,7 +106,6 @@ def test_it_prints_what_it_is() -> None:
 
 
 # -- rows sorted by expert, and grouped products -----------------------------------------------------
-
 
 ROWS, EXPERTS, FEATURES, INNER = 13, 5, 8, 16
 UNROUTED = (3, 11, 12)
@@ -262,20 +260,19 @@ def test_the_arguments_dropout_goes_before_the_configs() -> None:
 def test_what_a_call_may_not_ask_for_is_refused() -> None:
     """Without a causal mask, valid rows of a pack would see the padding after them."""
 
-    def refused(message: str, rows: Any, pack: Any, mask: Any = Mask.causal, **asked: Any) -> None:
+    def refuse(message: str, rows: Any, pack: Any, mask: Any = Mask.causal, **asked: Any) -> None:
         with pytest.raises(ValueError, match=message):
             attention(mask)(*inputs(*rows), None, packed_seq_params=pack, **asked)
 
     for rows, pack in (((4, 2), None), ((8,), pack_of([3, 5]))):
         expected = "VarlenAttention: expected no attention_bias, got one"
-        refused(expected, rows, pack, attention_bias=torch.zeros(1))
-    expected = "expected a causal mask or none, got arbitrary"
-    refused(expected, (8,), pack_of([8]), attn_mask_type=Mask.arbitrary)
+        refuse(expected, rows, pack, attention_bias=torch.zeros(1))
+    refuse("expected a causal mask or none, got arbitrary", (8,), pack_of([8]), attn_mask_type=Mask.arbitrary)
     padded, expected = pack_of([3, 5], [4, 8]), "padding inside a pack needs a causal mask, got none"
-    refused(expected, (12,), padded, Mask.no_mask)
-    refused(expected, (12,), padded, attn_mask_type=Mask.padding)
+    refuse(expected, (12,), padded, Mask.no_mask)
+    refuse(expected, (12,), padded, attn_mask_type=Mask.padding)
     # Of dynamic context parallelism the config says 1 and each pack says its own size.
-    refused("expected a cp_group of local_cp_size 2, got none", (8,), pack_of([8], local_cp_size=2))
+    refuse("expected a cp_group of local_cp_size 2, got none", (8,), pack_of([8], local_cp_size=2))
     for alone in (None, 1):
         attention()(*inputs(8), None, packed_seq_params=pack_of([8], local_cp_size=alone))
 
@@ -354,7 +351,7 @@ def test_an_unpacked_batch_equals_torchs_attention(
 
     leaves = [t.detach().double().requires_grad_() for t in qkv]
     heads_first = (leaf.permute(1, 2, 0, 3) for leaf in leaves)
-    out = scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=scale, enable_gqa=True)
     out = out.permute(2, 0, 1, 3).flatten(2)
     expected = [out, *torch.autograd.grad(out, leaves, grad.double())]
     assert actual[0].is_contiguous() and [it.shape for it in actual] == [it.shape for it in expected]

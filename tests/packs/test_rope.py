@@ -55,10 +55,8 @@ Shape = tuple[int, int, int, int]
 def inputs(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """q, kv and k_pe as attention has them: views of projections' outputs."""
     heads, content, rotary, value = shape
-    q, kv = (
-        torch.randn(rows, heads * dim, device=device).to(dtype).view(rows, heads, dim)
-        for dim in (content + rotary, content + value)
-    )
+    dims = content + rotary, content + value
+    q, kv = (torch.randn(rows, heads * dim, device=device).to(dtype).view(rows, heads, dim) for dim in dims)
     return q, kv, torch.randn(rows, 16 + rotary, device=device).to(dtype)[:, 16:].unsqueeze(1)
 
 
@@ -169,7 +167,6 @@ def test_gradcheck(device: str) -> None:
         torch.randn(9, heads, dim, device=device, dtype=torch.float64, requires_grad=True)
         for heads, dim in ((3, 12), (2, 10), (1, 8))
     ]
-
     how = cos, sin, offsets([4, 0, 3], device)
     assert torch.autograd.gradcheck(lambda q, *keys: rope_mla(q * 1, *keys, how, v_dim=6), leaves)
 
