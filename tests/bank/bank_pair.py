@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model twice: under a bank, and plain eager beside it. Whatever differs in a bit fails.
-
-Layers over packs run in graphs of one capacity, and eager on the canonical pack.
-"""
+"""One model twice: under a bank, and plain eager beside it. Whatever differs in a bit fails. Layers over
+packs run in graphs of one capacity, and eager on the canonical pack."""
 
 import contextlib
 import copy

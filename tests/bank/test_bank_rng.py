@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random streams: a replay advances them as eager does, a capture and a verification not at all.
-Regions that run again in the backward pass have the forward's numbers, or stay eager if they draw.
-"""
+Regions that run again in the backward pass have the forward's numbers, or stay eager if they draw."""
 
 import contextlib
 import random
@@ -267,9 +266,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Rewinds:
     [(drawing, True), (lambda: Recomputed(drawing(), reentrant=False), True), (Block, False)],
     ids=["a dropout inside", "a dropout inside of that", "dropouts outside alone"],
 )
-def test_only_a_draw_in_what_runs_again_is_noticed(
-    followed: Rewinds, inner: Any, draws: bool, reentrant: bool
-) -> None:
+def test_only_a_repeated_draw_is_noticed(followed: Rewinds, inner: Any, draws: bool, reentrant: bool) -> None:
     layers = nn.Sequential(nn.Dropout(), Recomputed(inner(), reentrant=reentrant), nn.Dropout(0.1))
     for _ in range(2):
         out = layers(torch.randn(6, WIDTH, requires_grad=True))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A third pass: what a site's backward leaves to be done later, in graphs of its own.
-Sites run one by one, each with a leaf in front of it, as nodes of a plan do.
-"""
+Sites run one by one, each with a leaf in front of it, as nodes of a plan do."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two slots that share memory: a forward runs beside the backward of the micro-batch before, layer by layer.
-On a GPU they do share it. On the CPU, where each has its own, what one would write over is filled with NaN.
-"""
+"""Slots that share memory: a forward runs beside the backward of the micro-batch before. On a CPU, where each
+has its own, what one would write over is filled with NaN. And sites of parts, with eager ones between."""
 
 import contextlib
 import random

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU alone has: memory that slots share or that is lent, streams, and a launch queue.
-Slots share what is temporary in each pass: csrc/torch/pass_memory.h, Note [Scratch].
-"""
+Slots share what is temporary in each pass: csrc/torch/pass_memory.h, Note [Scratch]."""
 
 import sys
 import threading

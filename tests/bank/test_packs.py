@@ -252,10 +252,8 @@ def test_an_input_that_no_graph_takes_has_its_variants_arguments_and_rows(device
     spec = variant(training=False, rows=TOKENS, fewer_rows=True, arguments=lambda _given: {"factor": 3.0})
     bank.capture([dataclasses.replace(spec, end_source=0 if has_end else -1)])
     x = torch.randn(WIDTH, 6, device=device).t()  # in a layout that was not captured
-    outs = []
-    for given in (x, x.contiguous()):
-        with torch.no_grad():
-            outs.append(bank.run(given, [offsets([4], device)]).clone())
+    with torch.no_grad():
+        outs = [bank.run(given, [offsets([4], device)]).clone() for given in (x, x.contiguous())]
     assert bank.counters()["SIGNATURE_CHANGED"] == 1 and bank.counters()["replays"] == 3
     assert_same_bits(*outs)
     assert_same_bits(outs[0], canonical(x, 4 if has_end else 6) * 3 * 3, "output")

@@ -42,9 +42,7 @@ SCRIPTS = {
     ),
     "no training in other states for evaluations": "step T0; step T1; step T2; evaluation 9; evaluation 2 T2",
     "training with graphs in its own states": "step T0; step T1; step T2; captured T9; before 9",
-    "forgotten kinds once they occur again": (
-        "step E1 E2; captured E1; forget 1; graphs; due E2; warm E2; step E1; due E1 E2"
-    ),
+    "what was forgotten": "step E1 E2; captured E1; forget 1; graphs; due E2; warm E2; step E1; due E1 E2",
     "those that record gradients, whose graphs go, and not the others": (
         "step T E; step T; captured T E; forget training; due T; graphs E"
     ),
@@ -348,7 +346,6 @@ def test_states_that_alternate_keep_their_graphs_and_one_that_stays_gets_some() 
 
 # -- stages run micro-batches in Megatron's order, and what is in flight in it is known -------------------
 
-MOST_STAGES, MOST_CHUNKS = 8, 4
 Pass = tuple[bool, int, int]  # whether it is a forward, chunk, micro-batch
 
 
@@ -376,11 +373,11 @@ def order_of_megatron(schedule: StageSchedule, count: int, *, forward_only: bool
 
 def schedules() -> Iterator[StageSchedule]:
     """Every stage of pipelines, with some sizes of groups of micro-batches."""
-    for stages in range(1, MOST_STAGES + 1):
+    for stages in range(1, 9):
         for stage in range(stages):
             yield StageSchedule(stages=stages, stage=stage)
             groups = (stages, stages + 1, 2 * stages + 1)
-            several = product(range(2, MOST_CHUNKS + 1), groups, (False, True))
+            several = product(range(2, 5), groups, (False, True))
             for chunks, group_size, overlaps in several if stages > 1 else ():
                 how = {"chunks": chunks, "group_size": group_size, "has_expert_overlap": overlaps}
                 yield StageSchedule(stages=stages, stage=stage, **how)

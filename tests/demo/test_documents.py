@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pytest import MonkeyPatch, TempPathFactory
 from run_scripts import Files
 
 from megagraph.demo.documents import Document, DocumentError, load_documents
@@ -33,11 +32,11 @@ def refuses(path: Path | None, message: str, **options: Any) -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=8))
-def test_any_text_comes_back_byte_for_byte(tmp_path_factory: TempPathFactory, lines: list[str]) -> None:
-    path = Files(tmp_path_factory.mktemp("rows")).jsonl(*({"text": text} for text in lines))
+def test_any_text_comes_back_byte_for_byte(tmp_path_factory: pytest.TempPathFactory, rows: list[str]) -> None:
+    path = Files(tmp_path_factory.mktemp("rows")).jsonl(*({"text": text} for text in rows))
     documents = [*load_documents(path)]
-    assert [text.decode() for text in texts(documents)] == lines
-    assert [document.name for document in documents] == [f"docs.jsonl:{it + 1}" for it in range(len(lines))]
+    assert [text.decode() for text in texts(documents)] == rows
+    assert [document.name for document in documents] == [f"docs.jsonl:{it + 1}" for it in range(len(rows))]
 
 
 def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_text_goes_before_tokens_and_these_before_a_length(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of that of Python's own library."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     return tmp_path

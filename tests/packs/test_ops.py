@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every op over packs promises: refusals by name, a sound registration, no graph break, no waiting; and
-attention beside float64."""
+"""Ops over packs: refusals by name, sound registration, no graph break or wait; attention beside float64."""
 
 import math
 from collections.abc import Callable

@@ -194,8 +194,7 @@ def optimum(lengths: Sequence[int], limits: ScheduleLimits, *, at_most: int) -> 
 def test_schedules_of_few_documents_are_close_to_the_best_ones() -> None:
     """Of up to 8 documents and 4 ranks, against all schedules there are."""
     draw = random.Random(17)
-    ratios = []
-    num_longer = num_failed = 0
+    ratios, num_longer, num_failed = list[float](), 0, 0
     for _ in range(400):
         ranks = draw.choice([1, 2, 3, 4, 4, 4])
         sizes = draw.choice([sizes for sizes in SIZES if ranks % sizes[-1] == 0])
