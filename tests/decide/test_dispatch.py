@@ -80,11 +80,16 @@ def decide(shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]], *, e
     return found if reason else found.capacity
 
 
+def held(shape: PackShape, capacity: Capacity) -> list[bool]:
+    """Which dimensions. Some hosts declare a constant as the longest document, however short the pack."""
+    needed = shape.replace(max_seqlen=min(shape.max_seqlen, shape.tokens * shape.cp_size))
+    return [getattr(needed, name) <= getattr(capacity, name) for name in DIMENSIONS]
+
+
 def blame_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> EagerReason:
     """The reason of the capacity that gets furthest through tokens, documents and length."""
     reasons = (EagerReason.TOO_MANY_TOKENS, EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG)
-    fits = [[getattr(shape, name) <= getattr(capacity, name) for name in DIMENSIONS] for capacity in bank]
-    return reasons[max(each.index(False) for each in fits)]
+    return reasons[max(held(shape, capacity).index(False) for capacity in bank)]
 
 
 @given(shape=shapes, bank=banks)
@@ -92,7 +97,7 @@ def test_a_decision_is_the_cheapest_fit_or_what_stops_the_best_capacity(shape: P
     assert decide(None, bank) is EagerReason.NO_PACK_METADATA
     group = bank.get(shape.cp_size, ())
     for capacity in group:
-        fits = all(getattr(shape, name) <= getattr(capacity, name) for name in DIMENSIONS)
+        fits = all(held(shape, capacity))
         assert shape.exceeds(capacity) is (None if fits else blame_by_search(shape, (capacity,)))
     fitting = [it for it in group if shape.exceeds(it) is None]
     cheapest = min(fitting, key=lambda it: (it.tokens, it.num_seqs, it.max_seqlen), default=None)

@@ -72,16 +72,16 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
     owned = [(param, it) for it in range(len(late)) for param in (*at_once[it], *late[it])]
     groups = {group_of[param]: index for param, index in reversed(owned) if param in group_of}
 
-    def tell(params: Iterable[Tensor]) -> None:
+    def tell(of_sites: Sequence[Iterable[Tensor]], first: int, last: int = -1) -> None:
         module: Any = ddp_ref()
-        for param in dict.fromkeys(params):
+        for param in dict.fromkeys(itertools.chain(*reversed(of_sites[first : max(first, last) + 1]))):
             if param.requires_grad and param in group_of:
                 group_of[param].register_grad_ready(param, module.force_all_reduce)
 
     bank.set_listener(
         lambda: any(group.is_last_microbatch for group in groups),
-        lambda first, last: tell(itertools.chain(*reversed(at_once[first : last + 1]))),
-        lambda site: tell(late[site]),
+        functools.partial(tell, at_once),
+        functools.partial(tell, late),
         sorted(set(groups.values())),
     )
 
