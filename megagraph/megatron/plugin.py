@@ -72,7 +72,6 @@ class Plugin:
         self.step_models: Sequence[nn.Module] = ()  # of the schedule that runs; none if none does
         # That was made last in the step of a micro-batch: patch/overlap.py.
         self.last_pack: weakref.ref[Any] | None = None
-        self.last_passage: Callable[[], Any] = lambda: None  # of the plan that was made last
         self.step_graphs: set[GraphedModel] = set()  # of the models whose step it is
         # Both of each schedule that runs: those of two threads need not end in turn.
         self._steps: list[tuple[Sequence[nn.Module], set[GraphedModel]]] = []

@@ -277,16 +277,16 @@ def permutation_sorts() -> bool:
     return "tokens_per_expert" in inspect.signature(PERMUTATION.function()).parameters
 
 
-def nodes_of(plan: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Each layer of a schedule plan, with its node up to the dispatch, and its last one.
+def nodes_of(plan: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Each layer of a schedule plan, with its node up to the dispatch, that of its MLP, and its last one.
 
-    The former is that of attention up to 0.16; the latter is that of the MLP where nothing is combined.
+    The first is that of attention up to 0.16; the last is that of the MLP where nothing is combined.
     """
     for index in range(plan.num_layers()):
         of_layer = plan.get_layer(index)
         first = getattr(of_layer, "pre_dispatch_computation", None) or of_layer.attn
         last = of_layer.moe_combine if hasattr(of_layer.moe_combine, "submodule") else of_layer.mlp
-        yield of_layer.layer, first, last
+        yield of_layer.layer, first, of_layer.mlp, last
 
 
 @functools.cache

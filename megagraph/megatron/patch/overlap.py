@@ -25,8 +25,8 @@ before runs; the first layer's waits for what a pipeline sends. Nodes are told w
 
 Nodes keep what they were given and have handed out until their backward. What is dispatched is transient all
 the same: by `resize_(0)` of its input a dispatch drops a holder of the slot, and later passes use the memory.
-Likewise what a layer has handed out, and eager keeps for a norm, goes after the next one, whose site has
-staged it: no frame of the schedule has it by then, and who saves or keeps it shows beside its node.
+Likewise what a layer has handed out, and eager keeps for a norm, goes once the next one's site has staged it,
+in the node of its MLP: fewer frames have it by then, and who saves or keeps it shows beside these.
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
 """
 
@@ -71,10 +71,7 @@ def wrap_step(plugin: Plugin, original: _Function) -> _Function:
             plugin.last_pack = weakref.ref(pack)
 
         with stand_in(plugin, last_pack=None), stand_in(packs, __init__=init):
-            found = original(*args, **kwargs)
-        if (passage := plugin.last_passage()) is not None:
-            passage.free_staged()
-        return found
+            return original(*args, **kwargs)
 
     return combined_forward_backward_step
 
@@ -104,8 +101,7 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
             dispatcher.count_eager(batch)
             batch = None
         if graphs.refusal is None:
-            passage = _Passage(graphs, batch, plan)
-            plugin.last_passage = weakref.ref(passage)
+            _Passage(graphs, batch, plan)  # which its nodes keep
         if isinstance(batch, MicroBatch) and batch.entry_padding and kwargs.get("output_processor") is None:
             run = plan.post_process.forward_func
             plan.post_process.forward_func = lambda hidden: run(hidden)[:, :tokens]
@@ -137,23 +133,18 @@ class _Passage:
         self._handed_on: Tensor | None = None  # by a layer to the next one
         self._staged: tuple[Tensor, Tensor] | None = None  # the same, with what a graph has staged of it
         nodes = [*nodes_of(plan)]
-        for index, (layer, first, last) in enumerate(nodes):
+        for index, (layer, first, mlp, last) in enumerate(nodes):
             first.submodule = functools.partial(self._first, index, layer, experts_of(layer), first.submodule)
             if self._batch is not None:
+                mlp.submodule = functools.partial(self._mlp, mlp.submodule)
                 is_end = index == len(nodes) - 1
                 last.submodule = functools.partial(self._last, index, is_end, last.submodule)
-
-    def free_staged(self) -> None:
-        """Frees what a layer has handed on and a graph has staged, unless somebody can read it."""
-        staged, self._staged = self._staged, None
-        if staged is not None and sys.getrefcount(staged[0]) == 3:  # its node's, the pair's and one here
-            free_if_unread(*staged)
 
     def end(self) -> None:
         """Ends the lease, behind the last node or where the schedule raises."""
         graphs, batch = self._graphs, self._batch
         assert isinstance(batch, MicroBatch)
-        graphs.end_plan, self._handed_on, self._steps = None, None, {}
+        graphs.end_plan, self._handed_on, self._staged, self._steps = None, None, None, {}
         while self._let_go:
             self._let_go.popitem()[1]()
         graphs.dispatcher.end(batch)
@@ -179,7 +170,6 @@ class _Passage:
         self, index: int, layer: Any, mixture: Any, submodule: _Function, node: Any, hidden_states: Tensor
     ) -> Any:
         """Runs all of a layer up to the dispatch."""
-        self.free_staged()
         if index == 0:
             self._begin(node.chunk_state, hidden_states)
         batch = self._batch
@@ -232,6 +222,14 @@ class _Passage:
                 node.bwd_dw_callables = [types.SimpleNamespace(backward_dw=late, parameters=tuple)]
             return out, steps[-1].parts[-1].front if steps[-1].parts else None
         return attended, None
+
+    def _mlp(self, submodule: _Function, node: Any, *given: Any) -> Any:
+        """Frees what the layer before has handed on and a graph has staged, unless it can be read."""
+        staged, self._staged = self._staged, None
+        # That node's, one of the schedule, the pair's and one here.
+        if staged is not None and sys.getrefcount(staged[0]) == 4:
+            free_if_unread(*staged)
+        return submodule(node, *given)
 
     def _last(self, index: int, is_end: bool, submodule: _Function, node: Any, *given: Any) -> Any:
         """Runs the last node of a layer; behind that of the last one as many rows are left as were given."""
