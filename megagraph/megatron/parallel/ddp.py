@@ -90,16 +90,16 @@ def _late_gradients(spec: SiteSpec) -> Mapping[Tensor, None]:
     """Whose gradients a site makes behind its backward, in the order in which its layer asks for them."""
     if spec.finish is None:
         return {}
-    marked = [param for param in spec.parameters() if getattr(param, "skip_backward_post_hook", False)]
+    marked = dict.fromkeys(it for it in spec.parameters() if getattr(it, "skip_backward_post_hook", False))
     late: dict[Tensor, None] = {}
     # A layer that asks in another way may find nothing to make: its order is that of its parameters.
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         for module in spec.modules():
             if hasattr(module, "wgrad_store"):  # makes nothing now, but notes them
-                own = dict.fromkeys(it for it in module.parameters(recurse=False) if it in {*marked})
+                own = dict.fromkeys(it for it in module.parameters(recurse=False) if it in marked)
                 stack.enter_context(stand_in(module, backward_dw=functools.partial(late.update, own)))
         spec.finish(spec.module)
-    return late | dict.fromkeys(marked)
+    return late | marked
 
 
 def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:
