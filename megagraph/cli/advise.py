@@ -16,7 +16,7 @@ from rich.table import Table
 from megagraph.cli.advice import Advice, Block, Findings, advice_on
 from megagraph.cli.ends import ExitCode, add_json, check_json, show, write_json
 from megagraph.cli.options import config_of
-from megagraph.cli.reports import in_words
+from megagraph.cli.reports import describe
 from megagraph.cli.scripts import add_script, check_script, run_steps
 from megagraph.cli.trial import FEWEST_STEPS, Trial
 from megagraph.config import GraphConfig
@@ -168,7 +168,7 @@ def _capacity_table(advice: Advice) -> Table:
     table = Table("captures", "padding", "capacities", title="the best capacities for these packs")
     for index, (capacities, share) in enumerate(advice.choices):
         mark = " *" if index == advice.chosen else ""
-        told = "\n".join(in_words(it.as_dict()) for it in capacities)
+        told = "\n".join(describe(it.as_dict()) for it in capacities)
         table.add_row(f"{index + 1}{mark}", f"{share:.1%}", told)
     return table
 

@@ -19,9 +19,9 @@ from rich.table import Table
 import megagraph
 from megagraph import _C, _build_info
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.ends import ExitCode, add_json, check_json, show, whole, write_json
+from megagraph.cli.ends import ExitCode, add_json, check_json, folded, show, write_json
 from megagraph.cli.options import config_of
-from megagraph.cli.reports import in_words, read_report
+from megagraph.cli.reports import describe, read_report
 from megagraph.cli.scripts import add_script, check_script
 from megagraph.config import GraphConfig
 from megagraph.log import rank
@@ -85,7 +85,7 @@ def _check(options: argparse.Namespace, config: GraphConfig) -> int:
         return write_json("doctor", options.json, [], verdict=said, findings=as_dicts) or code
     table = Table("", "found", "what to do")
     for row in findings:
-        table.add_row(*map(whole, row))
+        table.add_row(*map(folded, row))
     show(said, table)
     return code
 
@@ -169,10 +169,10 @@ def _explain(json: Path | None, reports: Sequence[Mapping[str, Any]]) -> int:
     table = Table("model", "ran eager", "calls", "what to do (docs/reasons.md says why)")
     for row in rows:
         calls = f"{row['calls']:,} ({row['share']:.1%})"
-        table.add_row(*map(whole, (str(row["model"]), str(row["reason"]), calls, str(row["remedy"]))))
+        table.add_row(*map(folded, (str(row["model"]), str(row["reason"]), calls, str(row["remedy"]))))
     for report in reports:
         for sentence in report.get("failures", ()):
-            table.add_row(*map(whole, (str(report["model"]), "stays eager", "", sentence)))
+            table.add_row(*map(folded, (str(report["model"]), "stays eager", "", sentence)))
     show(verdict(reports), table)
     return ExitCode.FINE
 
@@ -198,9 +198,9 @@ def _rehearse(options: argparse.Namespace, config: GraphConfig) -> int:
         return write_json("doctor", options.json, [], verdict=said, rehearsed=models) or code
     table = Table("model", "graphed", "stays eager", "capacities", "memory of the pools")
     for it in models:
-        capacities = "\n".join(map(in_words, it["capacities"]))
+        capacities = "\n".join(map(describe, it["capacities"]))
         row = it["model"], f"{len(it['graphed'])} of {it['layers']}", "\n".join(it["stays_eager"]) or "-"
-        table.add_row(*map(whole, (*row, capacities or "-", _memory(*it["pool_bytes"]))))
+        table.add_row(*map(folded, (*row, capacities or "-", _memory(*it["pool_bytes"]))))
     show(said, table)
     given = ["--config", str(options.config)] if options.config is not None else []
     given += [word for each in (*options.set, "cuda_graph_nvtx=true") for word in ("--set", each)]

@@ -19,12 +19,13 @@ from rich.text import Text
 from megagraph.report import STANDARD_OUTPUT, check_target, write_report
 
 __all__ = [
-    *("ExitCode", "Screen", "add_json", "check_json", "end", "ended_by", "sentence", "show", "whole"),
+    *("ExitCode", "Screen", "add_json", "check_json", "end", "ended_by", "folded", "sentence", "show"),
     "write_json",
 ]
 
 
-whole = partial(Text, overflow="fold")  # a cell: rich ends words that are too long for it in dots
+# A cell of a table, with words that are too long for it on several lines; rich would cut them off.
+folded = partial(Text, overflow="fold")
 
 
 class ExitCode(IntEnum):

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from megagraph.cli.ends import Screen, add_json, check_json, whole, write_json
+from megagraph.cli.ends import Screen, add_json, check_json, folded, write_json
 from megagraph.reasons import verdict
 from megagraph.report import FORMAT, ModelReport, path_of_stage
 
-__all__ = ["Lease", "add_parser", "draw_timeline", "in_words", "read_leases", "read_report", "report_table"]
+__all__ = ["Lease", "add_parser", "describe", "draw_timeline", "read_leases", "read_report", "report_table"]
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -194,9 +194,9 @@ def report_table(reports: Sequence[ModelReport]) -> Table:
     table = Table(title="megagraph", show_lines=False)
     table.add_column("")
     for report in reports:
-        table.add_column(whole(str(report["model"])), justify="right")
+        table.add_column(folded(str(report["model"])), justify="right")
     for label, cell in _rows(reports):
-        table.add_row(whole(label), *(whole(cell(report)) for report in reports))
+        table.add_row(folded(label), *(folded(cell(report)) for report in reports))
     return table
 
 
@@ -208,7 +208,7 @@ def _rows(reports: Sequence[ModelReport]) -> Iterator[tuple[str, Callable[[Model
         yield f"  eager: {reason}", partial(_eager, reason)
     yield "padding share of replays", lambda it: _percent(it["padding_share"])
     yield "capture", lambda it: f"{it['capture_seconds']:.2f} s"
-    yield "capacities", lambda it: "\n".join(map(in_words, it["capacities"])) or "-"
+    yield "capacities", lambda it: "\n".join(map(describe, it["capacities"])) or "-"
     if any(report.get("cuda_graph_modules") for report in reports):
         yield "graphed of each layer", lambda it: ", ".join(it.get("cuda_graph_modules", [])) or "all"
     if any(report.get("sites", report.get("layers")) != report.get("layers") for report in reports):
@@ -237,8 +237,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def in_words(capacity: Mapping[str, int]) -> str:
-    """Tells sizes apart, if ranks share packs."""
+def describe(capacity: Mapping[str, int]) -> str:
+    """In words; with how many ranks share a pack, if they do."""
     ranks = f", {capacity['cp_size']} ranks" if "cp_size" in capacity else ""
     return f"{capacity['tokens']} tokens, {capacity['num_seqs']} documents{ranks}"
 

@@ -12,11 +12,14 @@ import moe_rig
 import overlap_rig as overlap
 import parallel_jobs
 import pytest
+import torch
 from megatron_rig import Micro
 from notes import told
 from overlap_rig import CALLS, COUNTS, FIRST, REDUCES, compare, steps_of, train, train_eager
 from same_bits import assert_same_bits
 from test_overlap_alone import engines
+
+from megagraph.megatron.parallel.ddp import _late_gradients
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
@@ -114,6 +117,17 @@ def test_a_hook_of_somebody_elses_on_what_comes_late_keeps_its_layer_eager() -> 
     assert_same_bits(train(steps, "eager", delays="unfused", around=around), graphed)
     assert len(of_graphs) == len(calls) == sum(map(len, steps[HOOKED:]))
     assert set(graphed.report["eager"]) == {"WARMING_UP", "STATE_CHANGED", "FOREIGN_HOOK"}
+
+
+def test_late_gradients_of_a_layer_that_asks_in_another_way_are_told_of_late_as_well() -> None:
+    """It may find nothing to make while nothing runs, and say so."""
+    late, other = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    late.skip_backward_post_hook = True  # type: ignore[attr-defined]
+    asks = mock.Mock(side_effect=RuntimeError("Pop empty queue"))
+    spec: Any = mock.Mock(finish=asks, parameters=lambda: [other, late], modules=lambda: [])
+    assert [*_late_gradients(spec)] == [late] and asks.call_count == 1
+    spec.finish = None
+    assert not _late_gradients(spec)
 
 
 def test_cores_linear_layers_leave_nothing_and_a_sentence_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@
 // right behind the backward, as a graph of its own, and reads what that one has left in the pool.
 // So a site whose backward has run is unfinished, and nothing else may enter its slot: a forward
 // runs eager, a backward raises. Other slots go on. The slot is held until then, and whoever
-// listens for gradients is told then.
+// listens for gradients is told of these then, and of the others with the backward.
 //
 // The forward makes the handle that launches it, so that it is that micro-batch's. One that goes
 // while its site is unfinished has lost gradients: the bank says so before its next micro-batch.

@@ -215,7 +215,8 @@ def wrap_block_forward(plugin: Plugin, original: _Function, kept: Sequence[str] 
         entries, batch, get = graphs.entries, graphs.running, kwargs.get
         entries.block.is_own = True
         entries.block.reached += 1
-        entered = hidden_states if getattr(block, "pre_process", True) else block.input_tensor  # `_entered()`
+        # `_entered()`, without its call: each replayed micro-batch comes by.
+        entered = hidden_states if getattr(block, "pre_process", True) else block.input_tensor
         table, mask = get("rotary_pos_emb"), get("padding_mask")
         if isinstance(batch, MicroBatch):
             pack, expected = get("packed_seq_params"), batch.constant_params()
