@@ -77,8 +77,9 @@ def test_tensors_of_ours_lie_where_we_say() -> None:
     assert anywhere == []
 
 
-def includes(path: Path) -> list[str]:
-    return re.findall(r'^#include [<"]([^>"]+)[>"]', path.read_text(encoding="utf-8"), re.MULTILINE)
+def includes(path: Path, leaves_out: str = r"(?!)") -> list[str]:
+    text = re.sub(leaves_out, "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(r'^#include [<"]([^>"]+)[>"]', text, re.MULTILINE)
 
 
 def headers_of_ours(path: Path) -> set[str]:
@@ -114,6 +115,24 @@ def test_the_core_includes_downwards_only(folder: str) -> None:
         if not needed.startswith(allowed)
     }
     assert upward == set()
+
+
+def test_a_core_without_cuda_includes_none_of_its_headers() -> None:
+    """A torch without CUDA lacks them, and so does a machine with no toolkit."""
+    cuda_sources = (ROOT / "setup.py").read_text(encoding="utf-8").partition("CUDA_SOURCES = [")[2]
+    of_cuda = set(re.findall(r'"(csrc/[^"{]+)"', cuda_sources.partition("]\n\n")[0]))
+    reached = {named(it) for it in source_files("csrc") if it.suffix == ".cpp"} - of_cuda
+    found, todo = set(), [*reached]
+    while todo:
+        name = todo.pop()
+        needed = {*includes(ROOT / name, r"#ifdef MEGAGRAPH_WITH_CUDA\n.*?#(else|endif)")}
+        found |= {
+            f"{name} -> {it}" for it in needed if re.search(r"\bcuda", it) and not it.startswith("csrc/")
+        }
+        new = {it for it in needed if it.startswith("csrc/")} - reached
+        reached |= new
+        todo += new
+    assert of_cuda and found == set()
 
 
 def test_only_the_seam_knows_torch_s_private_headers_and_its_release() -> None:

@@ -7,14 +7,16 @@
 #include <utility>
 
 #include "csrc/bank/capture/capture_edges.h"
-#include "csrc/bank/capture/cuda_capture.h"
 #include "csrc/bank/capture/main_grad_node.h"
 #include "csrc/bank/capture/op_trace.h"
 #include "csrc/bank/capture/read_trace.h"
 #include "csrc/python/argument_values.h"
 #include "csrc/python/bindings.h"
-#include "csrc/torch/graph_pool.h"
 #include "csrc/torch/python_errors.h"
+#ifdef MEGAGRAPH_WITH_CUDA
+#include "csrc/bank/capture/cuda_capture.h"
+#include "csrc/torch/graph_pool.h"
+#endif
 
 namespace py = pybind11;
 

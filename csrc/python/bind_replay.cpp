@@ -16,8 +16,10 @@
 #include "csrc/python/dispatcher.h"
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/site_object.h"
-#include "csrc/torch/graph_pool.h"
 #include "csrc/torch/storages.h"
+#ifdef MEGAGRAPH_WITH_CUDA
+#include "csrc/torch/graph_pool.h"
+#endif
 
 namespace py = pybind11;
 
