@@ -27,9 +27,10 @@ def _install() -> None:
     if "megagraph.cli" in sys.modules:
         return
     try:
-        import megagraph
+        from megagraph.config import GraphConfig
+        from megagraph.megatron.patch.installation import install_with
 
-        megagraph.install()
+        install_with(GraphConfig.from_env())  # in mode `off`, too, it is not for the script to install
     except Exception as error:
         _say(f"not installed: {error}")
 

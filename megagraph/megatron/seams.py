@@ -17,8 +17,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megagraph.log import log
-
 __all__ = [
     *("ATTENTION_ROPE", "BLOCK_FORWARD", "DATA_AND_CONTEXT_GROUP", "DESTROY_MODEL_PARALLEL"),
     *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
@@ -440,6 +438,4 @@ def check_core() -> str:
             f"megatron-core {version} does not fit (supported: {', '.join(SUPPORTED)}): "
             + "; ".join(problems)
         )
-    if version.split("+")[0] not in SUPPORTED:  # without the commit that core may append
-        log.warning("megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED))
     return version

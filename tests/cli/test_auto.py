@@ -120,6 +120,15 @@ def test_children_leave_the_report_to_their_parent(start: Start, files: Files, u
     assert "replayed; the rest" not in done.stderr  # the fork does not end the command
 
 
+@pytest.mark.megatron
+def test_in_mode_off_a_script_installs_nothing_either(start: Start) -> None:
+    asks = "import megagraph, megatron.core as core; megagraph.install(megagraph.GraphConfig()); "
+    done = start(
+        "-c", asks + "print(megagraph.megatron.patch.installation.installed_plugin())", AUTO="1", MODE="off"
+    )
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
 def test_what_does_not_fit_is_one_sentence_and_the_process_goes_on(start: Start, tmp_path: Path) -> None:
     core = tmp_path / "site" / "megatron" / "core"
     core.mkdir(parents=True)

@@ -368,8 +368,9 @@ def test_an_unknown_release_whose_seams_fit_is_tried_with_a_warning(monkeypatch:
     assert caplog.text == ""
     megagraph.uninstall()
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
+    seams.check_core()  # as commands do, before they set logging up
     megagraph.install(rig.graph_config())
-    assert "megatron-core 0.99.0 is untested" in caplog.text
+    assert caplog.text.count("megatron-core 0.99.0 is untested") == 1
     assert installed_plugin() is not None
 
 

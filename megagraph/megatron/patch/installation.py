@@ -184,6 +184,10 @@ def install(
     plugin.name_of = name_of or plugin.name_of
     _wrap_all(plugin)
     _plugin, _asked = plugin, config
+    if version.split("+")[0] not in seams.SUPPORTED:  # without the commit that core may append
+        log.warning(
+            "megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(seams.SUPPORTED)
+        )
     log.info("installed in megatron-core %s, mode %s", version, config.mode)
 
 
