@@ -291,7 +291,7 @@ class Changes:
     def follow_capture(self, is_first: bool) -> None:
         """After a capture, by which values may have settled: they are another name of the state of now.
 
-        After the first one of a bank, layers that have no graphs are no part of the state any more.
+        After a bank's first one, layers without graphs are no part of it, and joined ones have one name.
         """
         watch, bank = self._captures.watch, self._captures.bank
         are_fewer = is_first and watch.leave_out(bank.eager_sites)
@@ -304,7 +304,7 @@ class Changes:
             self._states.rename(now)
         elif not self._states.is_met(now, _C.numeric_settings(self._captures.device)):
             self._states.add_name(now)
-        else:
+        elif not is_first:
             return
         self._items = watch.state_items()
 
