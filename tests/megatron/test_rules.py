@@ -243,6 +243,7 @@ CHOSEN: dict[str, tuple[Config, Sequence[str]]] = {
     "recomputed": (recompute("moe"), ("attn", "mlp")),
     "wide": (FP32_RESIDUAL, ("attn", "mlp")),
     "replayed": ({"moe_enable_routing_replay": True}, ("attn", "mlp")),
+    "replayed, grouped": ({"moe_enable_routing_replay": True, "is_grouped": True}, ("attn", "mlp")),
 }
 
 
@@ -280,18 +281,17 @@ def test_rule_m2_refuses_a_choice_of_experts_by_a_host(when: str, install: Insta
     """In a graph it would choose as in the micro-batch of the capture, whatever it looks at."""
     if when == "after":
         install()
-    of_experts = model()
-    assert refusal_of(of_experts, None, ROUTER) is None
+    of_experts, grouped = model(), ExpertTrainer("E-", is_grouped=True).chunk
+    assert refusal_of(of_experts, None, ROUTER) is refusal_of(grouped, None) is None
     megatrons = router.topk_routing_with_score_function
     chosen = functools.wraps(megatrons)(lambda *args, **kwargs: megatrons(*args, **kwargs))
     with monkeypatch.context() as patched:
         patched.setattr(router, "topk_routing_with_score_function", chosen)
         if when == "before":
             install()
-        for scopes in (ROUTER, ("moe_router",)):
-            said = refused_by("M2", of_experts, scopes)
-            assert "in place of Megatron; leave 'moe' and 'moe_router' out" in said
-        assert refusal_of(of_experts, None, ("attn", "mlp")) is None
+        for whose, scopes in ((of_experts, ROUTER), (of_experts, ("moe_router",)), (grouped, ())):
+            refused_by("M2", whose, scopes)
+        assert refusal_of(grouped, None, scopes_of(grouped, ())) is None
         megagraph.uninstall()
 
 

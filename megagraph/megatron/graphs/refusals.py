@@ -19,7 +19,7 @@ from megagraph.megatron import seams
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.context import unsupported_sharing
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
-from megagraph.megatron.scopes.moe import EXPERTS, ROUTER, has_forced_routing, has_grouped, recomputes
+from megagraph.megatron.scopes.moe import EXPERTS, MOE, ROUTER, has_forced_routing, has_grouped, recomputes
 from megagraph.megatron.scopes.parts import DENSE, MAMBA, MLP, experts_of, is_mamba
 from megagraph.reasons import EagerReason, Why
 
@@ -282,18 +282,20 @@ def broken_rule(config: Any, scopes: Collection[str], layers: Sequence[nn.Module
 
 
 def legal_scopes(config: Any, layers: Sequence[nn.Module]) -> Sequence[str]:
-    """What is graphed if nobody names anything: whole layers, which nothing says, unless experts would wait.
+    """What is graphed if nobody names anything: whole layers, which nothing says, unless experts stay eager.
 
     Then it is all but these, as far as that is legal.
     """
-    waiting = [layer for layer in layers if EXPERTS.is_in(layer) and not has_grouped(layer)]
+    # Experts stay eager, too, if somebody may tell their router what to choose.
+    whole = {id(it) for it in layers if has_grouped(it) and not (MOE.check(it) or seams.replaced_choice())}
+    waiting = [layer for layer in layers if EXPERTS.is_in(layer) and id(layer) not in whole]
     is_planned = getattr(config, _OVERLAPS, False)
     legal = [part for part in DENSE if not (is_planned and part is MLP)]  # M4
     named = [part.name for part in legal if any(map(part.is_in, layers))]
     may_route = all(ROUTER.check(layer) is None for layer in waiting)
     for scopes in ([*named, ROUTER.name], named) if may_route else (named,):
         if (waiting or is_planned) and scopes and broken_rule(config, scopes, layers) is None:
-            log.info("experts wait for the device, so that %s are graphed", ", ".join(scopes))
+            log.info("experts stay eager, so that %s are graphed", ", ".join(scopes))
             return scopes
     return ()
 
@@ -388,17 +390,13 @@ def _of_ours(config: Any, scopes: Collection[str], layers: Sequence[nn.Module]) 
         why = "with fp32_residual_connection=True is not supported yet; leave one out"
         yield "M1", f"'moe_router' in {_NAMED} {why}"
     # What a host's choice looks at beside its arguments is no part of a graph: experts to choose again, say.
-    replaced = seams.replaced_choice() if "moe_router" in scopes or "moe" in scopes else None
-    if replaced is not None:
-        why = (
-            f"{_NAMED} names what chooses experts, and {replaced} does so in place of Megatron; leave 'moe' "
-            "and 'moe_router' out"
-        )
-        yield "M2", why
+    is_graphed = "moe" in scopes if scopes else any(map(has_grouped, layers))
+    if ("moe_router" in scopes or is_graphed) and (replaced := seams.replaced_choice()) is not None:
+        named = f"{_NAMED} names {'what chooses experts' if scopes else 'no scope'}"
+        yield "M2", f"{named}, and {replaced} chooses experts in place of Megatron; name 'attn' instead"
     # A hook of DDP makes them, on another stream: no graph has that.
     option = "overlap_dispatch_backward_with_experts_wgrad"
     has_mixture = (getattr(config, "num_moe_experts", None) or 0) > 1
-    is_graphed = "moe" in scopes if scopes else any(map(has_grouped, layers))
     if has_mixture and getattr(config, option, False) and is_graphed:
         named = f"{_NAMED} names 'moe'" if scopes else f"{_NAMED} names no scope"
         what = f"{option}=True makes gradients of experts outside of any graph; leave one of them out"
