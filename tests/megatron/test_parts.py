@@ -12,7 +12,6 @@ import pytest
 import torch
 from host_rig import only
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import PADS, ExpertTrainer
 from same_bits import assert_same_bits
@@ -21,6 +20,7 @@ from state_changes import scaled
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron import seams
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
@@ -245,14 +245,14 @@ def test_a_forward_that_cannot_be_split_is_asked_once(install: rig.Install) -> N
     assert 0 < of_steps[1] == of_steps[-1] and rig.report_of(trainer)["eager"]["SCOPE_UNSUPPORTED"] == 4
 
 
-ALL = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()]
+ALL, CHOICE = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()], "a patch of the choice"
 
 
 @pytest.mark.both
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(
     ("scopes", "how"),
-    [(BOTH, "a patch of the class"), *((scopes, "its own choices") for scopes in ALL)],
+    [*((it, "its own choices") for it in ALL), (BOTH, "a patch of the class"), *((it, CHOICE) for it in ALL)],
     ids=str,
 )
 def test_routing_that_is_replayed_from_some_step_on(
@@ -265,18 +265,17 @@ def test_routing_that_is_replayed_from_some_step_on(
             return choose(scores.flip(1), topk)
 
     install(cuda_graph_modules=(*scopes, "mlp") if scopes else ())
-    changes: dict[str, Any] = {"is_grouped": True}
-    if scopes:
-        changes = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    pair = rig.Pair(ExpertTrainer, kinds="E-", **changes)
-    pair.train(rig.steps_of(5)[:2])
+    pair = rig.Pair(ExpertTrainer, kinds="E-", **(PADS if scopes else {"is_grouped": True}))
+    pair.train(rig.steps_of(5, tails=False)[:2])
     if how == "its own choices":
         for router in (router for trainer in pair.both for router in trainer.routers()):
             router.router_replay = Replay()
     else:
-        routing = TopKRouter.routing
-        flipped = functools.wraps(routing)(lambda router, it, **how: routing(router, it.flip(-1), **how))
-        monkeypatch.setattr(TopKRouter, "routing", flipped)
-    report = pair.train(rig.steps_of(5)[2:])
-    assert report["eager"] == {"WARMING_UP": 6, "STATE_CHANGED": 6, "SCOPE_UNSUPPORTED": 2 * 3}
-    assert "may be told what to choose" in report["failures"][0]
+        seam = seams.EXPERT_CHOICE if how is CHOICE else seams.ROUTING
+        original, at = seam.function(), int(how is not CHOICE)  # behind the router
+        flip = lambda *it, **how: original(*it[:at], it[at].flip(-1), *it[at + 1 :], **how)  # noqa: E731
+        monkeypatch.setattr(seam.owner(), seam.name, functools.wraps(original)(flip))
+    report = pair.train(rig.steps_of(5, tails=False)[2:])
+    counts = {"SCOPE_UNSUPPORTED": 18} if how is CHOICE else {"STATE_CHANGED": 6, "SCOPE_UNSUPPORTED": 2 * 3}
+    assert report["eager"] == {"WARMING_UP": 6, **counts}
+    assert ("(M2)" if how is CHOICE else "may be told what to choose") in report["failures"][0]

@@ -287,7 +287,7 @@ def legal_scopes(config: Any, layers: Sequence[nn.Module]) -> Sequence[str]:
     Then it is all but these, as far as that is legal.
     """
     # Experts stay eager, too, if somebody may tell their router what to choose.
-    whole = {id(it) for it in layers if has_grouped(it) and not (MOE.check(it) or seams.replaced_choice())}
+    whole = {id(it) for it in layers if has_grouped(it) and MOE.check(it) is None}
     waiting = [layer for layer in layers if EXPERTS.is_in(layer) and id(layer) not in whole]
     is_planned = getattr(config, _OVERLAPS, False)
     legal = [part for part in DENSE if not (is_planned and part is MLP)]  # M4

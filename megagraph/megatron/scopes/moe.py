@@ -106,7 +106,7 @@ def recomputes(config: Any, module: str) -> bool:
 
 def unsupported_routing(layer: Any) -> str | None:
     """Why the router of a layer must be in no graph: somebody may tell it what to choose."""
-    if not has_forced_routing(layer.mlp.router):
+    if not has_forced_routing(layer.mlp.router) and seams.replaced_choice() is None:
         return None
     return "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
 

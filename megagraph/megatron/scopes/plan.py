@@ -157,7 +157,8 @@ class BlockPlan:
     def keys(self) -> list[Callable[[], Any]]:
         """What is part of the state that graphs are captured in: how hosts tell routers what to choose."""
         graphed = itertools.chain(*(parts for parts, _is_split in self._graphed.values()))
-        return [seams.ROUTING.function] if any(part.routes for part in graphed) else []
+        told = [seams.ROUTING.function, seams.EXPERT_CHOICE.function]
+        return told if any(part.routes for part in graphed) else []
 
     def joined(self, borders: Collection[int], alone: Collection[int]) -> "BlockPlan":
         """The plan with neighbouring whole layers as one site from border to border, but those `alone`."""
