@@ -132,14 +132,14 @@ class ScheduledSteps:
         dtypes: tuple[tuple[str, torch.dtype], ...] = ()
         for index, document in enumerate(documents or ()):
             own = tuple(sorted((name, tensor.dtype) for name, tensor in document.items()))
-            shapes = sorted({tuple(tensor.shape) for tensor in document.values()})
-            wrong = ""
+            tensors, wrong = document.values(), ""
+            shapes = sorted({tuple(tensor.shape) for tensor in tensors})
             if not own or (dtypes and own != dtypes):
                 wrong = f"expected tensors {dict(dtypes) or ''}, got {dict(own)}"
             elif len(shapes) != 1 or len(shapes[0]) != 1:
                 wrong = f"expected tensors of one shape [L], got {shapes}"
-            elif layouts := {tensor.layout for tensor in document.values()} - {torch.strided}:
-                wrong = f"expected dense tensors, got {layouts.pop()}"
+            elif odd := {it.dtype if it.is_quantized else it.layout for it in tensors} - {torch.strided}:
+                wrong = f"expected dense tensors, got {odd.pop()}"
             if wrong:
                 return contents._replace(error=f"document {index}: {wrong}")
             dtypes = own

@@ -46,6 +46,10 @@ def document(number: int, length: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "loss_mask": torch.ones(length), "even": tokens % 2 == 0}
 
 
+def quantized(rows: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(rows.float(), 1.0, 0, torch.quint8)
+
+
 def on_device(documents: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [{name: rows.to(device()) for name, rows in each.items()} for each in documents]
 
@@ -122,6 +126,8 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         (with_tokens(Tensor.int), "^expected documents with the same tensors on every rank, got rank"),
         # Bug: it raised once it was sent, on one rank.
         (with_tokens(Tensor.to_sparse), "^rank 1: document 0: expected dense tensors, got torch.sparse_coo$"),
+        # Bug: where every rank had such, the process ended in a segmentation fault.
+        (with_tokens(quantized), "^rank 1: document 0: expected dense tensors, got torch.quint8$"),
         ([[one], [[document(0, 33)]], [one], [[]]], "^document 1 of 33 tokens is too long"),
         ([[[]], [[]], [[]], [[]]], "^0 documents cannot fill"),
     ):
