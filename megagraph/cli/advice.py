@@ -204,7 +204,7 @@ def _toml(config: GraphConfig, capacities: Sequence[Capacity], *, is_off: bool) 
     }
     if is_off:
         options = {"mode": "off", **options}
-    longest = max((it.max_seqlen for it in config.all_capacities()), default=0)
+    longest = sum(it.max_seqlen for it in config.all_capacities()[-1:] if it.max_seqlen < it.tokens)
     if capacities:
         options["capacities"] = [_spelled(it, longest) for it in capacities]
     # JSON's numbers, texts and lists of them are TOML's.
@@ -213,6 +213,6 @@ def _toml(config: GraphConfig, capacities: Sequence[Capacity], *, is_off: bool) 
 
 
 def _spelled(capacity: Capacity, longest: int) -> str:
-    """With the longest document that was set before, if it is no whole pack."""
+    """With the longest document that was set before, if it was no whole pack and is none."""
     limit = f":{longest}" if 0 < longest < capacity.tokens else ""
     return f"{capacity.tokens}:{capacity.num_seqs}{limit}"

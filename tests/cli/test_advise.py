@@ -156,6 +156,8 @@ def test_blocks_take_turns_and_the_first_step_of_each_is_not_timed(monkeypatch: 
         ),
         GraphConfig(mode="eager", report='ünïcode "quoted".json', log_interval=0, progress=False),
         GraphConfig(cuda_graph_max_packed_seqs=9, max_seqlen_per_dp_cp_rank=200, max_seqlen=70),
+        # Bug: where packs were larger than the capacity of then, the table took its tokens for such a limit.
+        GraphConfig(capacities=("50:9:20", "90:9")),
     ],
 )
 def test_the_table_has_the_options_of_the_run_and_is_accepted(config: GraphConfig, tmp_path: Path) -> None:
