@@ -591,6 +591,9 @@ class ScheduleLimits(metaclass=_pybind11_type):
             else in a layer; with dense layers of width h about 12 * h.
         exchange: what it costs to fetch a token's keys and values, as a part of everything else for a token.
         micro_batch_multiple: the number of micro-batches is a multiple of it, as interleaved pipelines want.
+
+    Raises:
+        ValueError: if one of them is out of its range, or its methods are asked of no size of `cp_sizes`.
     """
 
     def __init__(
@@ -637,14 +640,17 @@ def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedu
     call it with equal arguments, the lengths of all documents of the step, get equal schedules.
 
     Raises:
-        ValueError: if a limit is out of range, a document is too long for the largest group, there are fewer
-            documents than packs that have to be filled, or no schedule was found.
+        ValueError: if a document is too long for the largest group, there are fewer documents than packs that
+            have to be filled, or no schedule was found.
     """
 
 def share(tensor: Tensor, rows: int, size: int, place: int) -> Tensor:
     """The rows [rows, ...] of a document [L, ...] that a rank holds; zeros past the document's end.
 
     The rank is in some `place` of a group of `size`. If that is not 1, each has an even number of rows.
+
+    Raises:
+        ValueError: if the document is longer than all their rows, or the place is none of the group's.
     """
 
 class PackDealing(metaclass=_pybind11_type):

@@ -26,32 +26,6 @@ constexpr int kFew = 64;
 constexpr int64_t kInTurn = 16;     // numbers of micro-batches that are tried without a gap
 constexpr int kFewDocuments = 512;  // of which further candidates are worth their time
 
-void check(const ScheduleLimits& limits) {
-  require(limits.ranks >= 1, "expected ranks of at least 1, got ", limits.ranks);
-  require(!limits.cp_sizes.empty(), "expected at least one of cp_sizes");
-  int64_t last = 0;
-  for (const int64_t size : limits.cp_sizes) {
-    require(size > last && (size & (size - 1)) == 0,
-            "expected cp_sizes that are ascending powers of two, got ", size, " after ", last);
-    last = size;
-  }
-  require(limits.ranks % last == 0, "expected ranks that the largest of cp_sizes divides, got ",
-          limits.ranks, " ranks and ", last);
-  const std::pair<const char*, int64_t> counts[] = {
-      {"max_seqlen_per_dp_cp_rank", limits.max_tokens},
-      {"max_packed_seqs", limits.max_seqs},
-      {"alignment", limits.alignment},
-      {"attention_parity", limits.attention_parity},
-      {"micro_batch_multiple", limits.multiple},
-  };
-  for (const auto& [name, value] : counts) {
-    require(value >= 1 && value <= std::numeric_limits<int32_t>::max(), "expected ", name,
-            " in [1, 2**31 - 1], got ", value);
-  }
-  require(limits.exchange >= 0 && std::isfinite(limits.exchange),
-          "expected a finite exchange of at least 0, got ", limits.exchange);
-}
-
 void check(const std::vector<int64_t>& lengths, const ScheduleLimits& limits) {
   const int64_t largest = limits.cp_sizes.back();
   const int64_t needed = limits.ranks / largest * limits.multiple;
@@ -209,8 +183,38 @@ PackSchedule schedule_of(const Placement& placement, const ScheduleLimits& limit
 
 }  // namespace
 
+void ScheduleLimits::check() const {
+  const std::pair<const char*, int64_t> counts[] = {
+      {"ranks", ranks},
+      {"max_seqlen_per_dp_cp_rank", max_tokens},
+      {"max_packed_seqs", max_seqs},
+      {"alignment", alignment},
+      {"attention_parity", attention_parity},
+      {"micro_batch_multiple", multiple},
+  };
+  for (const auto& [name, value] : counts) {
+    require(value >= 1 && value <= std::numeric_limits<int32_t>::max(), "expected ", name,
+            " in [1, 2**31 - 1], got ", value);
+  }
+  require(!cp_sizes.empty(), "expected at least one of cp_sizes");
+  int64_t last = 0;
+  for (const int64_t size : cp_sizes) {
+    require(size > last && (size & (size - 1)) == 0,
+            "expected cp_sizes that are ascending powers of two, got ", size, " after ", last);
+    last = size;
+  }
+  require(ranks % last == 0, "expected ranks that the largest of cp_sizes divides, got ", ranks,
+          " ranks and ", last);
+  require(exchange >= 0 && std::isfinite(exchange),
+          "expected a finite exchange of at least 0, got ", exchange);
+}
+
+void ScheduleLimits::require_size(int64_t size) const {
+  require(std::find(cp_sizes.begin(), cp_sizes.end(), size) != cp_sizes.end(),
+          "expected a cp_size of cp_sizes, got ", size);
+}
+
 PackSchedule schedule_packs(const std::vector<int64_t>& lengths, const ScheduleLimits& limits) {
-  check(limits);
   check(lengths, limits);
   const Scheduler scheduler(lengths, limits);
   return schedule_of(scheduler.run(), limits);

@@ -31,6 +31,10 @@ struct ScheduleLimits {
   double exchange;           // cost of fetching a token's keys and values, of a token's rest
   int64_t multiple;          // of micro-batches
 
+  // Throws std::invalid_argument.
+  void check() const;
+  void require_size(int64_t size) const;  // that a group may have
+
   // Of a document on each of the ranks that share it; zigzag: each has two pieces of equal length.
   int64_t rows(int64_t length, int64_t size) const {
     const int64_t step = (size == 1 ? 1 : 2) * alignment;
@@ -50,8 +54,8 @@ struct PackSchedule {
   std::vector<ScheduledPack> of_rank(int64_t rank) const;
 };
 
-// Throws std::invalid_argument for limits and lengths that leave no schedule, and where none was
-// found.
+// Throws std::invalid_argument for lengths that leave no schedule, and where none was found. The
+// limits are checked.
 PackSchedule schedule_packs(const std::vector<int64_t>& lengths, const ScheduleLimits& limits);
 
 }  // namespace megagraph

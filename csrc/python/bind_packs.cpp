@@ -23,7 +23,7 @@ int64_t positive(const char* name, const py::object& value) {
   int is_beyond = 0;
   const int64_t number = is_integer ? PyLong_AsLongLongAndOverflow(value.ptr(), &is_beyond) : 0;
   if (is_beyond == 0 && number >= 1 && number <= kMost) return number;
-  throw py::value_error("a capacity's " + std::string(name) + " must be an integer from 1 to " +
+  throw py::value_error(std::string(name) + " must be an integer from 1 to " +
                         std::to_string(kMost) + ", got " + py::repr(value).cast<std::string>());
 }
 
@@ -96,8 +96,9 @@ void bind_packs(py::module_& m) {
   capacity
       .def(py::init([](const py::object& tokens, const py::object& num_seqs,
                        const py::object& max_seqlen) {
-             return Capacity{positive("tokens", tokens), positive("num_seqs", num_seqs),
-                             positive("max_seqlen", max_seqlen)};
+             return Capacity{positive("a capacity's tokens", tokens),
+                             positive("a capacity's num_seqs", num_seqs),
+                             positive("a capacity's max_seqlen", max_seqlen)};
            }),
            py::kw_only(), py::arg("tokens"), py::arg("num_seqs"), py::arg("max_seqlen"))
       .def_readonly("tokens", &Capacity::tokens)
@@ -216,8 +217,10 @@ void bind_packs(py::module_& m) {
       .def(py::init([](int64_t ranks, std::vector<int64_t> cp_sizes, int64_t max_tokens,
                        int64_t max_seqs, int64_t alignment, int64_t attention_parity,
                        double exchange, int64_t multiple) {
-             return ScheduleLimits{ranks,     std::move(cp_sizes), max_tokens, max_seqs,
-                                   alignment, attention_parity,    exchange,   multiple};
+             const ScheduleLimits made{ranks,     std::move(cp_sizes), max_tokens, max_seqs,
+                                       alignment, attention_parity,    exchange,   multiple};
+             made.check();
+             return made;
            }),
            py::kw_only(), py::arg("ranks"), py::arg("cp_sizes"),
            py::arg("max_seqlen_per_dp_cp_rank"), py::arg("max_packed_seqs"),
@@ -232,16 +235,27 @@ void bind_packs(py::module_& m) {
       .def_readonly("attention_parity", &ScheduleLimits::attention_parity)
       .def_readonly("exchange", &ScheduleLimits::exchange)
       .def_readonly("micro_batch_multiple", &ScheduleLimits::multiple)
-      .def("rows", &ScheduleLimits::rows, py::arg("length"), py::arg("cp_size"))
+      .def(
+          "rows",
+          [](const ScheduleLimits& own, int64_t length, int64_t cp_size) {
+            own.require_size(cp_size);
+            return own.rows(positive("a document's length", py::int_(length)), cp_size);
+          },
+          py::arg("length"), py::arg("cp_size"))
       .def(
           "capacity",
           [](const ScheduleLimits& own, int64_t cp_size, int64_t extra_seqs) {
-            return Capacity{own.max_tokens, own.max_seqs + extra_seqs, own.max_tokens * cp_size};
+            own.require_size(cp_size);
+            return Capacity{
+                own.max_tokens,
+                positive("a capacity's num_seqs", py::int_(own.max_seqs + extra_seqs)),
+                positive("a capacity's max_seqlen", py::int_(own.max_tokens * cp_size))};
           },
           py::arg("cp_size"), py::kw_only(), py::arg("extra_seqs") = 0);
   with_values(limits, {"ranks", "cp_sizes", "max_seqlen_per_dp_cp_rank", "max_packed_seqs",
                        "alignment", "attention_parity", "exchange", "micro_batch_multiple"});
-  m.def("schedule_packs", &schedule_packs, py::arg("lengths"), py::arg("limits"));
+  m.def("schedule_packs", &schedule_packs, py::arg("lengths"), py::arg("limits"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("share", &share, py::arg("tensor"), py::arg("rows"), py::arg("size"), py::arg("place"));
   py::class_<PackDealing>(m, "PackDealing")
       .def(py::init<PackSchedule, ScheduleLimits, const std::vector<std::vector<int64_t>>&,

@@ -115,7 +115,9 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
   const auto shape =
       pack_shape(params, tokens, rules_->extra_seqs, cp_size.value_or(options_.cp_size));
   if (!shape) return {EagerReason::kNoPackMetadata};
-  if (!cp_size) return {EagerReason::kCpSizeNotCaptured};
+  if (!cp_size || (groups_.empty() && has_own_ranks(params, *cp_size))) {
+    return {EagerReason::kCpSizeNotCaptured};
+  }
   const auto form = pack_form(params, bank_->device());
   if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
     return {EagerReason::kSignatureChanged};
@@ -128,9 +130,11 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
     const Decision decision = decide(*shape, known);
     if (decision.capacity < 0) {
       const Capacity most = most_needed_.value_or(Capacity{0, 0, 0});
+      // As `exceeds()` has it: a host may declare more than its pack can hold.
+      const int64_t longest = std::min(shape->max_seqlen, shape->tokens * shape->cp_size);
       most_needed_ =
           Capacity{std::max(most.tokens, shape->tokens), std::max(most.num_seqs, shape->num_seqs),
-                   std::max(most.max_seqlen, shape->max_seqlen)};
+                   std::max(most.max_seqlen, longest)};
     }
     if (decision.capacity >= 0) {
       found.capacity = known[decision.capacity];
@@ -143,7 +147,6 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
       return {decision.reason};
     }
   }
-  if (groups_.empty() && has_own_cp_group(params)) return {EagerReason::kCpSizeNotCaptured};
   if (!can_be_made(params)) return {EagerReason::kSignatureChanged};
   return found;
 }

@@ -15,6 +15,9 @@ int64_t width_of(const std::vector<at::ScalarType>& types) {
 }  // namespace
 
 at::Tensor share(const at::Tensor& document, int64_t rows, int64_t size, int64_t place) {
+  TORCH_CHECK_VALUE(document.dim() > 0 && 0 <= place && place < size && rows >= 0 &&
+                        document.size(0) <= rows * size,
+                    "expected a document [L, ...] of at most rows * size, and a place below size");
   std::vector<int64_t> missing = document.sizes().vec();
   missing[0] = rows * size - missing[0];
   const at::Tensor padded = at::cat({document, document.new_zeros(missing)});

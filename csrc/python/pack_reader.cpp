@@ -54,7 +54,8 @@ const Fields& fields() {
 
 int64_t numel(const py::object& tensor) {
   if (is_tensor(tensor.ptr())) return tensor_of(tensor.ptr()).numel();
-  return attribute(tensor, fields().numel)().cast<int64_t>();
+  const py::object count = find_attribute(tensor, fields().numel);
+  return count ? count().cast<int64_t>() : 1;  // of a list, which has no form
 }
 
 bool is_int(const py::object& value) { return PyLong_CheckExact(value.ptr()) != 0; }
@@ -66,12 +67,18 @@ int64_t integer(const py::object& value) {
   return found;
 }
 
-// None for what is missing or lives on the device.
-std::optional<int64_t> known_integer(const py::object& value) {
+// None for what is missing or lives on the device, and for what is no integer: that `is_odd`.
+std::optional<int64_t> known_integer(const py::object& value, bool* is_odd = nullptr) {
   if (value.is_none() || (is_tensor(value.ptr()) && tensor_of(value.ptr()).is_cuda())) {
     return std::nullopt;
   }
-  return integer(value);
+  try {
+    return integer(value);
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    if (is_odd != nullptr) *is_odd = true;
+    return std::nullopt;
+  }
 }
 
 // One object, or tensors that are views of the same entries.
@@ -80,7 +87,7 @@ bool are_same(const py::object& one, const py::object& other) {
   if (!is_tensor(one.ptr()) || !is_tensor(other.ptr())) return false;
   const at::Tensor &a = tensor_of(one.ptr()), &b = tensor_of(other.ptr());
   return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
-         a.scalar_type() == b.scalar_type();
+         a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
 }  // namespace
@@ -116,9 +123,10 @@ std::optional<PackForm> pack_form(const py::handle& params, std::optional<c10::D
   const py::object kv_padded = attribute(params, fields().kv_padded);
   if (!are_same(q_padded, kv_padded)) return std::nullopt;
   if (!q_padded.is_none() && !are_offsets(q_padded)) return std::nullopt;
-  const auto longest = longest_document(params);
-  const auto longest_kv = known_integer(attribute(params, fields().longest_kv));
-  if (longest && longest_kv && *longest != *longest_kv) return std::nullopt;
+  bool is_odd = false;
+  const auto longest = known_integer(attribute(params, fields().longest), &is_odd);
+  const auto longest_kv = known_integer(attribute(params, fields().longest_kv), &is_odd);
+  if (is_odd || (longest && longest_kv && *longest != *longest_kv)) return std::nullopt;
   const bool is_aliased = q_padded.is(q) && kv_padded.is(kv);
   const bool has_padded = !q_padded.is_none() && !is_aliased;
   const py::object between = attribute_or_none(params, fields().between);
@@ -163,8 +171,9 @@ std::optional<int64_t> local_cp_size(const py::handle& params) {
   return size.is_none() ? std::nullopt : std::optional(integer(size));
 }
 
-bool has_own_cp_group(const py::handle& params) {
-  return !cp_group_of(params).is_none() || local_cp_size(params).value_or(1) > 1;
+bool has_own_ranks(const py::handle& params, int64_t cp_size) {
+  const int64_t own = local_cp_size(params).value_or(cp_size);
+  return !cp_group_of(params).is_none() || own != cp_size;
 }
 
 }  // namespace megagraph

@@ -53,7 +53,7 @@ std::vector<at::Tensor> pack_sources(const pybind11::handle& params, const PackF
 // leaves them to the model.
 pybind11::object cp_group_of(const pybind11::handle& params);
 std::optional<int64_t> local_cp_size(const pybind11::handle& params);
-// Whether it names several.
-bool has_own_cp_group(const pybind11::handle& params);
+// Whether it names any, or another number than the `cp_size` of its model.
+bool has_own_ranks(const pybind11::handle& params, int64_t cp_size);
 
 }  // namespace megagraph

@@ -196,6 +196,24 @@ def test_sources_are_what_staging_reads_of_a_pack() -> None:
         assert [source.tolist() for source in batch.sources] == expected
 
 
+def test_what_a_pack_needs_is_no_more_than_it_can_hold() -> None:
+    """Bug: the advice was a constant that hosts declare, which no capacity of these tokens may have."""
+    made = dispatcher({1: (Capacity(tokens=9, num_seqs=2, max_seqlen=4),)})
+    assert enter(made, pack_of(PackShape(6, 1, 4096)), 6) is EagerReason.SEQUENCE_TOO_LONG
+    assert made.most_needed == Capacity(tokens=6, num_seqs=1, max_seqlen=6)
+
+
+def test_a_pack_of_other_ranks_or_of_offsets_that_no_op_takes_runs_as_given() -> None:
+    """Bug: of ranks that share packs, one with the whole of its own replayed as if it were a share."""
+    made = dispatcher({2: BANK[1]}, cp_size=2)
+    for own, is_taken in ((None, True), (2, True), (1, False), (0, False)):
+        found = enter(made, pack_of(PackShape(6, 2, 4), local_cp_size=own), 6)
+        assert found is EagerReason.CP_SIZE_NOT_CAPTURED or (is_taken and isinstance(found, _C.MicroBatch))
+    for ends in ([0, 4, 6], (0, 4, 6)):
+        pack = pack_of(PackShape(6, 2, 4), cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        assert enter(made, pack, 6) is EagerReason.SIGNATURE_CHANGED
+
+
 @pytest.mark.parametrize(
     ("options", "flags", "reason"),
     [({}, {}, None), ({}, {"is_skipped": True}, DISABLED), ({"is_eager": True}, {}, DISABLED)],

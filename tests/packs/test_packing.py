@@ -45,6 +45,7 @@ FORMS: list[tuple[Any, PackForm | None]] = [
     *((pack_of(CU, CU, **{f"cu_seqlens_{of}": CU.view(-1)}), PADDED_FORM) for of in ("kv", "kv_padded")),
     # Keys with offsets of their own, or fewer. To compare their values would wait for the device.
     (pack_of(CU, cu_seqlens_kv=CU[:2]), None),
+    (pack_of(CU[:2], cu_seqlens_kv=CU[::2]), None),  # bug: other entries of one memory were the same offsets
     (pack_of(CU, PADDED, cu_seqlens_kv=CU.clone()), None),
     (pack_of(CU, PADDED, cu_seqlens_kv_padded=PADDED.clone()), None),
     *((pack_of(CU, PADDED, **{f"cu_seqlens_{of}": None}), None) for of in ("kv", "kv_padded", "q_padded")),
@@ -60,6 +61,8 @@ FORMS: list[tuple[Any, PackForm | None]] = [
         for of in ("q_padded", "kv")
         for given in (CU.long(), torch.stack((CU, CU), 1)[:, 0], CU[None], CU[:0])
     ),
+    # Bug: the reader raised, of what attention of a host's own may never look at.
+    *((pack_of(CU, max_seqlen_q=longest), None) for longest in ([3], "long", float("inf"), 2**70, CU)),
 ]
 
 

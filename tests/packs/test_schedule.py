@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules keep to their limits, waste little, and are found in milliseconds."""
 
+import functools
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagraph.packs.schedule import PackSchedule, ScheduleLimits, schedule_packs
+from megagraph.packs.schedule import PackSchedule, ScheduleLimits, schedule_packs, share
 
 USUAL = ScheduleLimits(ranks=4, cp_sizes=(1, 2, 4), max_seqlen_per_dp_cp_rank=64, max_packed_seqs=4)
 SIZES = ((1,), (1, 2), (1, 2, 4), (2,), (2, 4), (1, 4), (4, 8), (1, 2, 4, 8))
@@ -111,7 +113,7 @@ def test_a_rank_runs_its_larger_groups_first_and_of_these_the_costlier_packs() -
         ([5, 257], {}, "document 1 of 257 tokens is too long: on each of 4 ranks, .* takes 66 .* holds 64"),
         ([5, 0], {}, "document 1: expected a length in .*, got 0"),
         ([1] * 5, {"cp_sizes": (1,), "max_packed_seqs": 1}, "found no schedule of 5 documents onto 4 ranks"),
-        ([5], {"ranks": 0}, "expected ranks of at least 1, got 0"),
+        ([5], {"ranks": 0}, "expected ranks in .*, got 0"),
         ([5], {"ranks": 6}, "expected ranks that the largest of cp_sizes divides, got 6 ranks and 4"),
         ([5], {"cp_sizes": ()}, "expected at least one of cp_sizes"),
         ([5], {"cp_sizes": (1, 3)}, "ascending powers of two, got 3 after 1"),
@@ -126,6 +128,28 @@ def test_a_rank_runs_its_larger_groups_first_and_of_these_the_costlier_packs() -
 def test_what_cannot_be_scheduled_says_why(lengths: list[int], change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedule_packs(lengths, USUAL.replace(**change))
+
+
+@pytest.mark.parametrize(
+    "ask, message",
+    [
+        (lambda: USUAL.rows(100, 0), "expected a cp_size of cp_sizes, got 0"),
+        (lambda: USUAL.rows(-1, 2), "a document's length must be an integer from 1 to 2147483647, got -1"),
+        (lambda: USUAL.capacity(8), "expected a cp_size of cp_sizes, got 8"),
+        (lambda: USUAL.capacity(1, extra_seqs=-9), "a capacity's num_seqs must be .*, got -5"),
+        *(
+            (
+                functools.partial(share, torch.tensor(length), *numbers),
+                "expected a document .* and a place below",
+            )
+            for length, *numbers in ((5, 1, 2, 0), ([5], 2, 2, 2), ([5, 5, 5], 1, 2, 0))
+        ),
+    ],
+)
+def test_what_limits_and_groups_cannot_answer_says_why(ask: Callable[[], Any], message: str) -> None:
+    """Bug: some of these ended the process."""
+    with pytest.raises(ValueError, match=message):
+        ask()
 
 
 # -- beside the best schedule of a few documents, by trying all of them ------------------------------
