@@ -23,9 +23,9 @@ from megagraph.megatron.parallel.ddp import _late_gradients
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
-STEPS = 7 if rig.ON_GPU else 5
+STEPS = 7 if rig.ON_GPU else 4
 BREAKS = 2  # the step that raises
-HOOKED = 3  # the first step with a hook
+HOOKED = 2  # the first step with a hook
 HOW = ["unfused", "fused"]
 
 
@@ -47,7 +47,7 @@ def test_weights_whose_gradients_come_later_have_the_bits_of_others(
 def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ...]) -> None:
     """What shared experts and attention leave, of which one may be eager; a dense layer's MLP always is."""
     for kinds in ("EE", "-E"):
-        compare(steps_of(4, fills=False), scopes, kinds=kinds, delays="unfused", **moe_rig.SHARED)
+        compare(steps_of(3, fills=False), scopes, kinds=kinds, delays="unfused", **moe_rig.SHARED)
 
 
 @engines
@@ -131,7 +131,7 @@ def test_late_gradients_of_a_layer_that_asks_in_another_way_are_told_of_late_as_
 
 
 def test_cores_linear_layers_leave_nothing_and_a_sentence_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    steps, ddp = steps_of(4), {"delay_wgrad_compute": True}
+    steps, ddp = steps_of(3), {"delay_wgrad_compute": True}
     prepare = lambda chunk: setattr(chunk.config, "delay_wgrad_compute", True)  # noqa: E731
     graphed = train(steps, "graph", delays="unfused at once", ddp=ddp, prepare=prepare)
     assert_same_bits(train(steps, "eager"), graphed)

@@ -212,7 +212,6 @@ def test_a_model_of_which_nothing_can_be_graphed_has_the_bits_of_an_unpatched_on
     [
         *(("eager", ATTENTION, case) for case in TAILED),
         *(("graph", ROUTERS, case) for case in TAILED),
-        *(("graph", ATTENTION, case) for case in ("drop", moe_rig.BIASED)),
         *((mode, GROUPED, moe_rig.BIASED) for mode in ("eager", "graph")),
     ],
 )

@@ -95,7 +95,7 @@ KINDS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_models_of_other_kinds(scopes: tuple[str, ...], kind: str, engine: bool) -> None:
-    compare(steps_of(FEW, fills=False, masks=True), scopes, engine=engine, **KINDS[kind])
+    compare(steps_of(3, fills=False, masks=True), scopes, engine=engine, **KINDS[kind])
 
 
 @pytest.mark.parametrize("kinds", ["EE", "-E"])
@@ -115,7 +115,7 @@ def test_slots_share_what_is_dispatched_beside_experts_only_and_a_hosts_forward_
 @pytest.mark.parametrize("scopes", [(), ("moe_router",)], ids=["as-chosen", "moe_router"])
 def test_dense_layers_follow_attention(scopes: tuple[str, ...]) -> None:
     """Bug: the MLP of a dense layer was named as well, which runs in a node of its own."""
-    report = compare(steps_of(4, fills=False), scopes, kinds="-E")
+    report = compare(steps_of(3, fills=False), scopes, kinds="-E")
     assert report["cuda_graph_modules"] == [*(scopes or BOTH)]
     assert report["layers"] == (1 if scopes else 2)
 
@@ -216,7 +216,7 @@ def test_what_a_graph_has_staged_of_a_layer_before_it_is_freed_unless_somebody_c
         held.extend([out] if node.name == "moe_combine" else [])
         return out
 
-    steps = steps_of(FEW)
+    steps = steps_of(3)
     monkeypatch.setattr(plans, "free_if_unread", noted)
     if reader == "held":
         monkeypatch.setattr(ScheduleNode, "forward", holding)

@@ -252,7 +252,7 @@ ALL, CHOICE = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()], "a 
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(
     ("scopes", "how"),
-    [*((it, "its own choices") for it in ALL), (BOTH, "a patch of the class"), *((it, CHOICE) for it in ALL)],
+    [*((it, "its own choices") for it in ALL), (BOTH, "a patch of the class"), (BOTH, CHOICE), ((), CHOICE)],
     ids=str,
 )
 def test_routing_that_is_replayed_from_some_step_on(

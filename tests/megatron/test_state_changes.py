@@ -194,6 +194,7 @@ def test_a_value_that_is_new_inside_of_every_step_is_not_captured_for_ever(
     """Bug: each step captured for a state that no later call was in, without a word; none was forgotten."""
     pair, forward = rig.Pair(plugin={"cuda_graph_max_states": 3}, **PROBED), rig.forward
     seconds: list[float] = []
+    steps = 70 if is_put_back else 20  # of more than 64 states the oldest are forgotten
 
     def changes(model: Any, *given: Any) -> Any:
         for trainer in pair.both:
@@ -202,7 +203,7 @@ def test_a_value_that_is_new_inside_of_every_step_is_not_captured_for_ever(
         return forward(model, *given)
 
     monkeypatch.setattr(rig, "forward", changes)
-    for _ in range(70):
+    for _ in range(steps):
         pair.step(rig.ONE)
         seconds.append(pair.report()["capture_seconds"])
         if is_put_back:
