@@ -154,7 +154,7 @@ def _shared(micro: rig.Micro, ranks: int) -> SharedMicro:
 
 def _in_turns(groups: Any, place: int, micro: rig.Micro) -> OwnMicro:
     """The same for another number of ranks in each micro-batch; one rank alone has a pack of its own."""
-    size = groups.cp_sizes[(place + micro.seed) % len(groups.cp_sizes)]
+    size = groups.cp_sizes[(place + micro.seed // 100) % len(groups.cp_sizes)]
     own = 1000 * distributed.get_rank(parallel_state.get_data_parallel_group()) if size == 1 else 0
     shared = _shared(dataclasses.replace(micro, seed=micro.seed + own), size)
     return OwnMicro(**vars(shared), group=groups.of_size(size))
@@ -193,7 +193,7 @@ def train_pair(
     layers: int = 1,  # of each chunk
     kind: str = "core",  # of layers
     others: Others | None = None,  # stages that are not there
-    most: int = 6,  # in a step
+    most: int = 4,  # in a step
     misfits: bool = False,  # let some packs fit no capacity
     even: bool = False,  # take packs with even numbers of rows alone
     shared_embeddings: bool = False,

@@ -107,7 +107,7 @@ def train_overlapped() -> None:
     with moe_rig.experts_on_cpu():
         trainer = OverlapTrainer(expert_model_parallel_size=2, overlap_moe_expert_parallel_comm=True)
         KEPT.append(trainer)
-        for micros in overlap_rig.steps_of(4):
+        for micros in overlap_rig.steps_of(2):
             rig.step(trainer, micros)
     rig.ran(rig.report_of(trainer), WARMING_UP=overlap_rig.COUNTS[0] * overlap_rig.CALLS)
 

@@ -45,18 +45,18 @@ EMPTIED = {"transformer": {"deallocate_pipeline_outputs": True}}
 both = pytest.mark.both
 TRAININGS: dict[str, tuple[Any, Training]] = {
     # With packs that fill their capacity, whose output the schedule keeps over the next forward.
-    "2 stages, outputs emptied once they are sent": (both, on(2, Cut(), num_steps=3, **EMPTIED)),
+    "2 stages, outputs emptied once they are sent": (both, on(2, Cut(), **EMPTIED)),
     "2 stages of 2 chunks, outputs emptied once they are sent": (both, on(2, **EMPTIED)),
-    "2 stages of 2 chunks, groups of 3": ((), on(2, Cut(chunks=2, group_size=3), num_steps=3)),
+    "2 stages of 2 chunks, groups of 3": ((), on(2, Cut(chunks=2, group_size=3), num_steps=3, most=6)),
     "MLA": ((), on(2, Cut(), transformer=mla_config("low rank, RoPE"))),
     "two data-parallel ranks a stage": (both, on(4, Cut(), ddp=SHARDED)),
     "two data-parallel ranks a stage, aligned": ((), on(4, OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
     # The exchange of rows between experts' ranks is not in graphs.
-    "experts that ranks of a stage share": (both, on(4, Cut(chunks=2, expert_parallel=2), **EXPERTS)),
+    "experts that ranks of a stage share": (both, on(4, Cut(expert_parallel=2), **EXPERTS)),
     "experts whose exchange overlaps": (both, on(4, Cut(chunks=2, expert_parallel=2), **OVERLAPPED)),
     "packs that ranks of a stage share": (both, on(4, Cut(context_parallel=2))),
     # Some micro-batches are shared by both ranks of a stage, and others by none.
-    "packs of several sizes in flight": (both, on(4, OF_TWO_CHUNKS, cp_sizes=(1, 2), num_steps=3)),
+    "packs of several sizes in flight": (both, on(4, OF_TWO_CHUNKS, cp_sizes=(1, 2))),
     "two tensor-parallel ranks a stage": (both, on(4, Cut(tensor_parallel=2))),
     "packs of as many rows": ((), on(2, transformer={"variable_seq_lengths": False})),
     "stages of one layer and of three, whose embeddings are shared": (
@@ -87,9 +87,9 @@ def test_bits(worlds: Worlds, name: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [
-        *[(1, "core"), pytest.param(0, LATE, marks=both), (3, LATE)],
-        *(pytest.param(stage, "core", marks=pytest.mark.soak) for stage in (0, 2, 3)),
-        *(pytest.param(stage, LATE, marks=pytest.mark.soak) for stage in (1, 2)),
+        pytest.param(0, LATE, marks=both),
+        *(pytest.param(stage, "core", marks=pytest.mark.soak) for stage in range(4)),
+        *(pytest.param(stage, LATE, marks=pytest.mark.soak) for stage in (1, 2, 3)),
         *(pytest.param(stage, OF_ENGINE, marks=[pytest.mark.gpu, rig.needs_engine]) for stage in range(4)),
     ],
 )
@@ -170,8 +170,8 @@ def schedules(stages: int, chunks: int, *of: int) -> list[StageSchedule]:
     return [StageSchedule(stages=stages, stage=stage, chunks=chunks) for stage in of or range(stages)]
 
 
-SCHEDULES = [*schedules(4, 1, 0, 1, 3), *schedules(4, 2, 0, 2), *schedules(8, 4, 3)]
-OTHERS = [*schedules(4, 1, 2), *schedules(4, 2, 1, 3), *schedules(8, 4, 0, 1, 2, 4, 5, 6, 7)]
+SCHEDULES = [*schedules(4, 1, 0, 1, 3), *schedules(4, 2, 0, 2), *schedules(4, 3, 1)]
+OTHERS = [*schedules(4, 1, 2), *schedules(4, 2, 1, 3), *schedules(8, 4)]
 
 
 def packs(count: int, seed: int) -> list[rig.Micro]:

@@ -166,7 +166,7 @@ def test_what_cannot_be_trained_is_an_error() -> None:
 TOKENS = rig.CAPACITY.tokens
 # By step and rank of data parallelism; a document has as many rows as the release wants on all ranks.
 ON_TWO = [[[120, 8], [64, 32]], [[40], [128, 4]], [[20, 24, 28], [32]], [[8, 124], [12]]]
-ON_TWO.append(ON_TWO[1])  # in which one evaluates before
+EVALUATIONS = 2  # one before each step, with documents of its own
 
 
 # -- megatron-core's own hybrid scheduler: what ranks run -------------------------------------------
@@ -261,7 +261,7 @@ def train(
     make = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
     documents = documents_of(lengths)
     is_whole = tensor_parallel == 1
-    expected = alone(make().chunk, [each for own in documents[0] for each in own] if is_whole else [])
+    expected = alone(make().chunk, [each for own in documents[1] for each in own] if is_whole else [])
     dealt: list[_Steps] = []  # one of each run
 
     def with_steps() -> Trainer:
@@ -274,10 +274,9 @@ def train(
 
     capacity = {"capacities": (), "max_seqlen_per_dp_cp_rank": TOKENS, "cuda_graph_max_packed_seqs": (1,)}
     given = {"cp_sizes": cp_sizes, **(capacity if plugin is None else plugin)}
-    evaluate_at = (1, 2)  # takes the second and the fourth of the steps
     with mock.patch.object(rig, "schedule", schedule):
-        micros = [range(1)] * (len(lengths) - len(evaluate_at))  # the scheduler has its own
-        run = rig.compare_runs(micros, with_steps, given, evaluate_at=evaluate_at)
+        micros = [range(1)] * (len(lengths) - EVALUATIONS)  # the scheduler has its own
+        run = rig.compare_runs(micros, with_steps, given, evaluate_at=range(EVALUATIONS))
     off = how_far(run.steps[0].grads, expected) if is_whole else 0.0
     return {"report": run.report, "sizes": dealt[-1].sizes, "off": off}
 
@@ -299,7 +298,7 @@ def check(runs: list[dict[str, Any]], eager: frozenset[str] = frozenset({"WARMIN
         assert report["failures"] == [] and set(report["eager"]) == eager
         assert run["off"] <= BOUND
         if eager == {"WARMING_UP"}:
-            training, evaluation = run["sizes"][:2]
+            evaluation, training = run["sizes"][:2]
             assert report["eager"]["WARMING_UP"] == rig.LAYERS * (len(training) + len(evaluation))
 
 
@@ -323,7 +322,7 @@ def test_beside_tensor_parallelism(world4: World) -> None:
     """Half of the ranks get no data from the scheduler."""
     one, other = [[120, 8], [64]], [[40], [128, 8]]
     parallel = {"tensor_parallel": 2, "sequence_parallel": True}
-    lengths = [one, other, other, one, one]
+    lengths = [other, one, one, other]
     runs = world4.run(train, lengths=lengths, cp_sizes=(1, 2), **parallel)
     check([run for run in runs if run["sizes"]])
     assert [bool(run["sizes"]) for run in runs] == [True, False] * 2
