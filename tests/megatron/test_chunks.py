@@ -52,25 +52,22 @@ def _layer(pair: rig.Pair, index: int) -> Any:
     return pair.graphed.chunk.decoder.layers[index]
 
 
-FAULTS: dict[str, Callable[[Any], object]] = {
-    "FOREIGN_HOOK": lambda mlp: mlp.register_forward_hook(lambda *_args: None),
+WRONG: dict[str, Callable[[Any], object]] = {
     "CAPTURE_FAILED": rig.breaks,
     "VERIFY_FAILED": lambda mlp: rig.changes_output(
         mlp, lambda out: out * (1.5 if rig.is_capturing() else 1.0)
     ),
 }
+FAULTS = {"FOREIGN_HOOK": lambda mlp: mlp.register_forward_hook(lambda *_args: None), **WRONG}
 
 
 @pytest.mark.parametrize(
     ("at_fault", "joined"),
     [
-        *(
-            ({2: reason}, ["layers 0 to 1", "layers 3 to 5"])
-            for reason in ("CAPTURE_FAILED", "VERIFY_FAILED")
-        ),
+        *(({2: reason}, ["layers 0 to 1", "layers 3 to 5"]) for reason in WRONG),
         (dict(zip((1, 3, 4), FAULTS, strict=True)), ["layer 0", "layer 2", "layer 5"]),
     ],
-    ids=["CAPTURE_FAILED", "VERIFY_FAILED", "several"],
+    ids=[*WRONG, "several"],
 )
 def test_a_layer_at_fault_is_named_and_cut_out(
     pair: rig.Pair, at_fault: dict[int, str], joined: list[str]

@@ -3,7 +3,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,11 +13,11 @@ import parallel_jobs
 import pytest
 import torch
 from host_rig import HAS_OUTPUT_PROCESSOR, HostTrainer, OwnBlock, OwnModel
-from megatron_rig import Micro, Pair, evaluate, forget_metrics, step
+from megatron_rig import Micro, step
 from moe_rig import ExpertTrainer
 from parallel_jobs import OPTIONS
 from same_bits import assert_same_bits
-from streams import make_groups, seeded
+from streams import make_groups
 from torch import Tensor, distributed
 from worlds import World, on_ranks
 
@@ -264,25 +263,14 @@ def test_whole_layers_of_padded_experts_stay_eager_by_name() -> None:
 @on_ranks(2)
 def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
     """For one step; both evaluate between steps."""
-    rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": 2}
-    make_groups(**sizes)
-    plugin = {"capacities": (FEW, MANY), "cuda_graph_modules": ("attn", "moe_router")}
-    pair = Pair(seeded(partial(ExpertTrainer, "E-", **sizes, **CASES["allgather"])), plugin=plugin)
-
-    def train(trainer: ExpertTrainer) -> list[Any]:
-        forget_metrics()
-        left: list[Any] = []
-        for index, micros in enumerate(steps_of(4, seed=rank, misfits=rank == 1)):
-            is_skipped = trainer is pair.graphed and index == 3 and rank == 0
-            with megagraph.disable_cuda_graphs_this_step() if is_skipped else nullcontext():
-                left.append(step(trainer, micros))
-            left.append(evaluate(trainer, micros))
-        return left
-
-    assert_same_bits(*pair.each(train))
-    # One in each of two steps, and in each evaluation after these.
-    alone = {"DISABLED": 3 * SITES} if rank == 0 else dict.fromkeys(MISFITS, 2 * SITES)
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * 3 * SITES, **alone}
+    rank = distributed.get_rank()
+    steps = steps_of(4, seed=rank, misfits=rank == 1)
+    skips = rig.at(3, lambda _: megagraph.disable_cuda_graphs_this_step() if rank == 0 else None)
+    further = {"evaluate_at": dict(enumerate(steps[:3], 1)), "tamper": skips, **CASES["allgather"]}
+    report = train(scopes=ROUTERS, steps_of=lambda *_, **__: steps, **further)
+    # One in each of two steps, and in the evaluation behind the first of these.
+    alone = {"DISABLED": 3 * SITES} if rank == 0 else dict(zip(MISFITS, (2 * SITES, SITES), strict=True))
+    rig.ran(report, WARMING_UP=2 * 3 * SITES, **alone)
 
 
 # What is named beside MLPs, further options, and what keeps a router eager, or None of experts over ranks.

@@ -50,7 +50,21 @@ TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
 # By reason: what is done to a rank before one of its steps.
 NOTICED = {
     **{"DISABLED": "skip", "SUSPENDED": "suspend", "STATE_CHANGED": "state", "NUMERICS_CHANGED": "precision"},
+    # The first two would make its micro-batches eager one by one.
     **{"SIGNATURE_CHANGED": "mode", "RECOMPUTING": "hooks", "ADDRESS_MOVED": "address"},
+}
+# What rank 0 does before which steps, and what it then runs eager. As much is on the other one.
+DISAGREEING: dict[str, tuple[dict[int, str], dict[str, int]]] = {
+    # A layer that it cannot capture is eager on both, from the first replayed step on.
+    "a capture": ({0: "capture"}, {"CAPTURE_FAILED": PER_STEP // 2}),
+    "a verification": ({0: "wrong"}, {"VERIFY_FAILED": PER_STEP // 2}),
+    "a hook": ({0: "hook"}, {"FOREIGN_HOOK": PER_STEP // 2}),
+    # Different graphs in the end: none is used.
+    "other graphs": ({1: "sealed"}, {"GROUP_DISAGREED": 2 * PER_STEP}),
+    # Outside of any layer: every layer is. A pack then runs as given, also where one rank skips no graph.
+    "all": ({0: "give up", 2: "skip"}, {"CAPTURE_FAILED": 2 * PER_STEP, "DISABLED": PER_STEP}),
+    # A group of its own that it destroys is nobody else's business.
+    "steps": (dict(enumerate(("group", *NOTICED.values()), 2)), dict.fromkeys(NOTICED, PER_STEP)),
 }
 NOTE = "of nobody's"
 WHY = {"note": r"STATE_CHANGED; changed: layer 1.mlp: note nothing -> \"of nobody's\"", "skip": "DISABLED"}
@@ -82,34 +96,13 @@ def disagreeing(world: World, how: dict[int, str], **given: Any) -> list[dict[st
     return world.run(parallel_jobs.disagree, tensor_parallel=2, how=how, config=TENSOR_PARALLEL, **given)
 
 
-@pytest.mark.parametrize(
-    ("how", "here", "there"),
-    [
-        # A layer that rank 0 cannot capture is eager on both, from the first replayed step on.
-        ({0: "capture"}, {"CAPTURE_FAILED": PER_STEP // 2}, PER_STEP // 2),
-        ({0: "wrong"}, {"VERIFY_FAILED": PER_STEP // 2}, PER_STEP // 2),
-        ({0: "hook"}, {"FOREIGN_HOOK": PER_STEP // 2}, PER_STEP // 2),
-        # Different graphs in the end: none is used.
-        ({1: "sealed"}, {"GROUP_DISAGREED": 2 * PER_STEP}, 2 * PER_STEP),
-        # Outside of any layer: every layer is. A pack then runs as given, also where one rank skips no graph.
-        ({0: "give up", 2: "skip"}, {"CAPTURE_FAILED": 2 * PER_STEP, "DISABLED": PER_STEP}, 3 * PER_STEP),
-        # A mode and hooks would make its micro-batches eager one by one. A group of its own that it destroys
-        # is nobody else's business.
-        (
-            dict(enumerate(("group", *NOTICED.values()), 2)),
-            dict.fromkeys(NOTICED, PER_STEP),
-            len(NOTICED) * PER_STEP,
-        ),
-    ],
-    ids=("capture", "verification", "a hook", "other graphs", "a whole capture", "what is noticed"),
-)
-def test_what_one_rank_cannot_do_none_does(
-    world2: World, how: dict[int, str], here: dict[str, int], there: int
-) -> None:
+@pytest.mark.parametrize("name", DISAGREEING)
+def test_what_one_rank_cannot_do_none_does(world2: World, name: str) -> None:
     """In the same step, with the bits of eager."""
-    steps = 2 + max(how)
+    how, here = DISAGREEING[name]
+    steps, there = 2 + max(how), {"GROUP_DISAGREED": sum(here.values())}
     reports = disagreeing(world2, how, num_steps=steps)
-    for report, expected in zip(reports, (here, {"GROUP_DISAGREED": there} if there else {}), strict=True):
+    for report, expected in zip(reports, (here, there), strict=True):
         assert report["eager"] == {"WARMING_UP": PER_STEP, **expected}
         assert report["calls"] == steps * PER_STEP
 
@@ -138,13 +131,13 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
         rig.ran(report, graphs=(2 + 1) * LAYERS, WARMING_UP=2 * PER_STEP, **{reason: PER_STEP})
 
 
-def trained(*, met: bool) -> tuple[Trainer, Any, Sequence[rig.Micro]]:
+def trained(*, met: bool = False, times: int = 2) -> tuple[Trainer, Any, Sequence[rig.Micro]]:
     """A model that has graphs, and what may hold a note: with graphs for it, too, if it has `met` it."""
     megagraph.install(rig.graph_config())
     trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
     (micros,) = parallel_jobs.small_steps(1)
     holder = trainer.chunk.decoder.layers[1].mlp
-    rig.step(trainer, micros, times=2)
+    rig.step(trainer, micros, times=times)
     if met:
         holder.note = NOTE
         rig.step(trainer, micros, times=2)
@@ -159,7 +152,7 @@ def trained(*, met: bool) -> tuple[Trainer, Any, Sequence[rig.Micro]]:
 def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names_it(how: str) -> None:
     """While nobody comes to it, after a moment; at once, if the other rank is elsewhere. Bug: it ran eager,
     and the others waited in the collectives of their graphs."""
-    trainer, holder, micros = trained(met=False)
+    trainer, holder, micros = trained()
     rank, left = distributed.get_rank(), len(micros)
     soon = mock.patch.object(parallel.peers, "patience_of_job", lambda: timedelta(seconds=1))
 
@@ -220,7 +213,7 @@ def test_a_layer_that_a_block_of_a_host_calls_otherwise_is_asked_for() -> None:
 @on_ranks(2, tensor_parallel=2)
 def test_a_rank_in_inference_mode_runs_the_rows_of_others_that_only_record_no_gradients() -> None:
     """Bug: it ran the rows that were given, beside collectives of as many as a capacity has."""
-    trainer, _, micros = trained(met=False)
+    trainer, _, micros = trained()
 
     def losses(mode: Any) -> list[Tensor]:
         with mode():
@@ -240,7 +233,7 @@ def test_a_rank_in_inference_mode_runs_the_rows_of_others_that_only_record_no_gr
 @on_ranks(2, tensor_parallel=2)
 def test_what_one_rank_alone_wants_graphs_for_does_not_keep_all_from_others() -> None:
     """Bug: as long as it did nothing was captured. What runs in inference mode has no graphs."""
-    trainer, _, micros = trained(met=False)
+    trainer, _, micros = trained()
     with torch.no_grad() if distributed.get_rank() else torch.inference_mode():
         rig.forward(trainer.model, micros[0], trainer.device)
     weight = trainer.chunk.decoder.layers[0].mlp.linear_fc1.weight
@@ -255,11 +248,7 @@ def test_what_one_rank_alone_wants_graphs_for_does_not_keep_all_from_others() ->
 @on_ranks(2, tensor_parallel=2)
 def test_a_gradient_that_one_rank_has_beside_main_grad_is_none_of_new_graphs_first_step() -> None:
     """Bug: ranks captured in that step, and this one found it at its first call, while the other replayed."""
-    megagraph.install(rig.graph_config())
-    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
-    (micros,) = parallel_jobs.small_steps(1)
-    rig.step(trainer, micros)
-    trainer.zero_grad()
+    trainer, _, micros = trained(times=1)
     if distributed.get_rank():
         weight = trainer.chunk.decoder.layers[0].mlp.linear_fc1.weight
         weight.grad = torch.zeros_like(weight)
@@ -293,7 +282,7 @@ def test_a_change_inside_a_step_on_one_rank_to_what_has_graphs_is_one_before_the
 @on_ranks(2, tensor_parallel=2)
 def test_a_skip_that_ends_inside_of_a_step_on_one_rank_alone_leaves_it_eager() -> None:
     """Bug: from then on that rank replayed, and the others ran the step eager."""
-    trainer, _, micros = trained(met=False)
+    trainer, _, micros = trained()
     before, is_first = rig.report_of(trainer), distributed.get_rank() == 0
 
     def resuming() -> Iterator[rig.Micro]:
@@ -339,7 +328,7 @@ def test_what_ranks_have_to_do_alike_is_compared_when_they_first_meet(
 
 @on_ranks(2, tensor_parallel=2)
 def test_what_one_rank_alone_has_to_refuse_between_steps_all_do_until_it_does_no_more() -> None:
-    trainer, _, micros = trained(met=False)
+    trainer, _, micros = trained()
     before, config, calls = rig.report_of(trainer), trainer.chunk.config, len(micros) * LAYERS
     for recipe, expected in (("recipe", {"SCOPE_UNSUPPORTED": calls}), (None, {})):
         config.quant_recipe = None if distributed.get_rank() else recipe
@@ -367,7 +356,7 @@ def _of_few_names(
 @on_ranks(2, tensor_parallel=2)
 def test_all_wait_for_a_forward_that_one_rank_alone_gets_between_steps(forward: Any, is_served: bool) -> None:
     """Bug: it ran its packs as given, beside collectives of a capacity's rows, and was refused alone."""
-    trainer, _, micros = trained(met=False)
+    trainer, _, micros = trained()
     chunk, is_here = trainer.chunk, distributed.get_rank() == 0
     expected, eager = rig.step(trainer, micros, update=False), []
     for index in range(3):
@@ -399,7 +388,7 @@ def test_all_wait_for_a_forward_that_one_rank_has_when_they_first_meet() -> None
 @on_ranks(2, tensor_parallel=2)
 def test_what_ranks_find_alike_inside_of_a_step_keeps_it_eager() -> None:
     """A memory tool in the host's forward step."""
-    trainer, _, micros = trained(met=False)
+    trainer, _, micros = trained()
     before = rig.report_of(trainer)
 
     def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
