@@ -87,11 +87,7 @@ def test_training_with_overlap_has_the_bits_of_training_without(
 # Of two ranks: what they share beside the experts, of the model and of DDP.
 SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Micro]]] = {
     "experts alone": ({}, {}, Micro),
-    "rows": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
-        {},
-        Micro,
-    ),
+    "rows": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}, Micro),
     "packs": ({"context_parallel_size": 2}, {}, SharedMicro),
     "gradients": ({}, REDUCES, Micro),
     "parameters": ({}, {**REDUCES, "use_distributed_optimizer": True, "overlap_param_gather": True}, Micro),
@@ -114,7 +110,7 @@ SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Micro]]] = {
 def test_ranks_that_share_more_than_experts(what: str, delays: str, engine: bool) -> None:
     """And make late gradients, one micro-batch of which fits no capacity."""
     config, ddp, kind = SHARED[what]
-    sizes = {"expert_model_parallel_size": 2, **config}
+    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **config}
     make_groups(**{name: size for name, size in sizes.items() if name.endswith("_size")})
     own = 0 if config else distributed.get_rank()
     steps = [

@@ -232,15 +232,12 @@ def test_ranks_with_packs_of_their_own_ask_each_other_nothing_once_they_have_met
     rig.ran(report, 3 * 3 * SITES - sum(misfits.values()), WARMING_UP=3 * SITES, **misfits)
 
 
-@on_ranks(2)
-def test_capacities_that_are_learned_are_those_of_all() -> None:
+def test_capacities_that_are_learned_are_those_of_all(world2: World) -> None:
     """Ranks ask each other at one step boundary, in each of two runs."""
-    learning = {"steps_of": to_learn_from, "plugin": {"capacities": ()}}
-    report = train(times_asked=2, **learning, **CASES["drop and pad"])
-    rig.ran(report, WARMING_UP=3 * SITES)
-    everywhere: list[Any] = [None, None]
-    distributed.all_gather_object(everywhere, report["capacities"])
-    assert everywhere == [report["capacities"]] * 2
+    learning = {"times_asked": 2, "steps_of": to_learn_from, "plugin": {"capacities": ()}}
+    reports = world2.run(train, **learning, **CASES["drop and pad"])
+    for report in reports:
+        assert rig.ran(report, WARMING_UP=3 * SITES)["capacities"] == reports[0]["capacities"]
 
 
 @on_ranks(2)

@@ -113,6 +113,7 @@ def test_every_rank_gets_its_share_of_every_pack(alignment: int) -> None:
 def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
     rank, groups = distributed.get_rank(), groups_of((1, 2))
     limits = ScheduleLimits(ranks=4, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
+    deal = partial(ScheduledSteps, limits=limits, groups=groups, config=CONFIG, device=device())
     one = [document(0, 5)]
 
     def with_tokens(change: Callable[[Tensor], Tensor]) -> Any:
@@ -131,24 +132,19 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         ([[one], [[document(0, 33)]], [one], [[]]], "^document 1 of 33 tokens is too long"),
         ([[[]], [[]], [[]], [[]]], "^0 documents cannot fill"),
     ):
-        own = map(on_device, of_ranks[rank])
-        steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
         with pytest.raises(ValueError, match=message):
-            next(steps)
+            next(deal(map(on_device, of_ranks[rank])))
     # Bugs: what cannot be read, or is a list of numbers, raised alone, and the others waited.
     unread: Any = mock.Mock(side_effect=OSError("no such file"))
     for read, message in (
         (unread, "OSError: no such file"),
         (lambda _: [{"tokens": [1, 2]}], "AttributeError: 'list' object has no attribute 'dtype'"),
     ):
-        own = map(read if rank == 2 else on_device, [one])
-        steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
         with pytest.raises(ValueError, match=f"^rank 2: {message}$"):
-            next(steps)
+            next(deal(map(read if rank == 2 else on_device, [one])))
     other = limits.replace(max_packed_seqs=4 + rank // 3)
-    steps = ScheduledSteps([on_device(one)], limits=other, groups=groups, config=CONFIG, device=device())
     with pytest.raises(ValueError, match=r"^max_packed_seqs: expected .*, got 4 on rank 0, .*, 5 on rank 3$"):
-        next(steps)
+        next(deal([on_device(one)], limits=other))
 
 
 def test_what_cannot_be_trained_is_an_error() -> None:

@@ -300,11 +300,7 @@ def test_a_skip_that_ends_inside_of_a_step_on_one_rank_alone_leaves_it_eager() -
 @pytest.mark.parametrize(
     ("plugin", "config", "told"),
     [
-        (
-            {"verify": "off"},
-            {},
-            "verify: expected the same on all ranks that run the same packs, got 'off' on",
-        ),
+        ({"verify": "off"}, {}, "verify: expected the same on all ranks that run the same packs, got 'off'"),
         ({"mode": "eager"}, {}, "mode: expected the same on all ranks"),
         ({"log_interval": 7, "poison": True}, {}, None),
         ({}, {"qk_clip": True}, "what keeps the model eager: expected the same on all ranks"),
@@ -463,13 +459,12 @@ def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism() -> No
 @on_ranks(2, tensor_parallel=2)
 def test_ranks_that_share_rows_pad_packs_with_frequencies_of_each_token() -> None:
     """Where the model is entered, positions too, as soon as a pack has shown what its layers are handed."""
-    steps: list[list[rig.Micro]] = [
-        [
-            rope_rig.Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
-            rope_rig.Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
-        ]
-        for index in range(3)
+    packs = ((20, 8), 20), ((9, 40, 15), 40), ((20, 8), 28), ((9, 40, 15), 64)
+    of_packs = [
+        rope_rig.Declared(lengths=lengths, max_seqlen=longest, seed=seed)
+        for seed, (lengths, longest) in enumerate((*packs, *packs[:2]))
     ]
+    steps = [of_packs[:2], of_packs[2:4], of_packs[4:]]
     eager, graphed = rope_rig.padded_modes(steps, prepare=rope_rig.scatter_frequencies, **SHARED_ROWS)
     rig.ran(eager.report, WARMING_UP=rig.LAYERS, DISABLED=5 * rig.LAYERS)
     rig.ran(graphed.report, WARMING_UP=2 * rig.LAYERS)
