@@ -24,6 +24,7 @@ __all__ = [
 
 _ATTENTION_PARTS = ("input_layernorm", "self_attention", "self_attn_bda")
 _MLP_PARTS = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+_OF_CONFIG = ("moe_grouped_gemm", "qk_layernorm", "multi_latent_attention")  # under the names of arguments
 
 
 def get_gpt_layer_varlen_spec(*args: Any, **kwargs: Any) -> Any:
@@ -55,11 +56,11 @@ def get_gpt_block_varlen_spec(
     Transformer Engine is installed and Megatron would choose its norm.
 
     Args:
-        config: Megatron's `TransformerConfig`; says how many layers there are.
-        args: for `get_gpt_layer_varlen_spec()`.
+        config: Megatron's `TransformerConfig`; says how many layers there are, and which experts each has.
+        args: for `get_gpt_layer_varlen_spec()`, in place of what `config` says.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; by default this process's.
-        kwargs: for `get_gpt_layer_varlen_spec()`.
+        kwargs: for `get_gpt_layer_varlen_spec()`, in place of what `config` says.
 
     Raises:
         TypeError: if `config` is none.
@@ -68,6 +69,9 @@ def get_gpt_block_varlen_spec(
 
     if not hasattr(config, "num_layers"):
         raise TypeError(f"get_gpt_block_varlen_spec: expected Megatron's TransformerConfig, got {config!r}")
+    if not args:
+        experts = config.num_moe_experts if config.moe_layer_freq == 1 else None
+        kwargs = {"num_experts": experts, **{it: getattr(config, it, None) for it in _OF_CONFIG}, **kwargs}
     layer = get_gpt_layer_varlen_spec(*args, **kwargs)
     num_layers = transformer_block.get_num_layers_to_build(config, vp_stage, pp_rank)
     return transformer_block.TransformerBlockSubmodules(

@@ -209,9 +209,8 @@ def test_a_pack_of_other_ranks_or_of_offsets_that_no_op_takes_runs_as_given() ->
     for own, is_taken in ((None, True), (2, True), (1, False), (0, False)):
         found = enter(made, pack_of(PackShape(6, 2, 4), local_cp_size=own), 6)
         assert found is EagerReason.CP_SIZE_NOT_CAPTURED or (is_taken and isinstance(found, _C.MicroBatch))
-    for ends in ([0, 4, 6], (0, 4, 6)):
-        pack = pack_of(PackShape(6, 2, 4), cu_seqlens_q=ends, cu_seqlens_kv=ends)
-        assert enter(made, pack, 6) is EagerReason.SIGNATURE_CHANGED
+    pack = pack_of(PackShape(6, 2, 4), cu_seqlens_q=(0, 4, 6), cu_seqlens_kv=(0, 4, 6))
+    assert enter(made, pack, 6) is EagerReason.SIGNATURE_CHANGED
 
 
 @pytest.mark.parametrize(

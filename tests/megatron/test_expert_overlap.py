@@ -115,7 +115,7 @@ def test_ranks_that_share_more_than_experts(what: str, delays: str, engine: bool
     own = 0 if config else distributed.get_rank()
     steps = [
         [kind(lengths=(4 * (1 + (index + it + own) % 4), 8), seed=10 * index + it) for it in range(count)]
-        for index, count in enumerate((1, 4, 2))
+        for index, count in enumerate(COUNTS)
     ]
     misfits = {"TOO_MANY_SEQUENCES": CALLS} if delays else {}
     if delays:
@@ -127,7 +127,7 @@ def test_ranks_that_share_more_than_experts(what: str, delays: str, engine: bool
     for mode in ("eager", "graph"):
         overlapped = train(plugin(mode=mode), delays=delays, **{OVERLAP: True})
         assert_same_bits(without, overlapped, mode)
-    rig.ran(overlapped.report, WARMING_UP=CALLS, **misfits)
+    rig.ran(overlapped.report, WARMING_UP=COUNTS[0] * CALLS, **misfits)
 
 
 @pytest.mark.parametrize("delays", ["", "fused", "unfused"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.models import backends
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Step, grads, report_of, step, weights
 from same_bits import assert_same_bits
@@ -121,6 +122,16 @@ def test_nan_in_the_rows_past_the_pack_changes_no_bit(eager: bool, padded: Any, 
 
 def block_spec(**arguments: Any) -> Any:
     return megagraph.get_gpt_block_varlen_spec(transformer_config(OPTIONS), **arguments)
+
+
+def test_layers_of_a_block_are_as_the_config_says() -> None:
+    """Bug: they were dense, and without norms of queries and keys, unless arguments said it once more."""
+    config = transformer_config(OPTIONS, num_moe_experts=2, qk_layernorm=True, add_bias_linear=False)
+    for frequency, given, norm in ((1, {}, Norm), ([1, 0], {"qk_layernorm": False}, IdentityOp)):
+        config.moe_layer_freq = frequency
+        parts = megagraph.get_gpt_block_varlen_spec(config, **given).layer_specs[0].submodules
+        assert ("MoELayer" in str(parts.mlp)) is (frequency == 1)
+        assert parts.self_attention.submodules.q_layernorm is norm
 
 
 def test_which_norms_are_ours_and_that_another_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
