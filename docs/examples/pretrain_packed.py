@@ -108,12 +108,8 @@ def model_provider(
     config = core_transformer_config_from_args(args) if config is None else config
     if args.transformer_impl == "local":
         # A block, not a layer: its final norm takes sequence parallelism, too.
-        spec = megagraph.get_gpt_block_varlen_spec(
-            config,
-            vp_stage=further.get("vp_stage"),
-            qk_layernorm=args.qk_layernorm,
-            normalization=args.normalization,
-        )
+        stage = further.get("vp_stage")
+        spec = megagraph.get_gpt_block_varlen_spec(config, vp_stage=stage, normalization=args.normalization)
     else:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     model: torch.nn.Module = GPTModel(
