@@ -39,7 +39,7 @@ BRIDGE_DIR := .deps/megatron_bridge-$(BRIDGE)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUILD_TOOLS := "setuptools>=77,<82" wheel ninja pybind11 numpy
-# What is large: uv fetches and unpacks side by side, in half of pip's time. It does not see the machine's own
+# uv fetches and unpacks side by side, in half of pip's time. It does not see the machine's own
 # packages, nor what pip alone is told of an index: then it is pip's turn.
 install = $(if $(VENV_FLAGS),false,$(1)/python -m uv pip install --quiet --no-cache --python $(1)/python $(2)) || \
     $(1)/python -m pip --disable-pip-version-check --quiet install $(2)
@@ -77,15 +77,15 @@ $(VENV)/.built: $(CORE_SOURCES) | $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/.torch
-	$(PIP) install --group lint
+	$(call install,$(BIN),--group lint)
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/.torch
-	$(PIP) install --group docs
+	$(call install,$(BIN),--group docs)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
-	$(PIP) install --group test
+	$(call install,$(BIN),--group test)
 	@touch $@
 
 $(OTHER_CORE_DIR)/.unpacked: | $(VENV)/.torch
