@@ -56,7 +56,7 @@ def get_gpt_block_varlen_spec(
     Transformer Engine is installed and Megatron would choose its norm.
 
     Args:
-        config: Megatron's `TransformerConfig`; says how many layers there are, and which experts each has.
+        config: Megatron's `TransformerConfig`; how many layers, and with which experts if all have some.
         args: for `get_gpt_layer_varlen_spec()`, in place of what `config` says.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; by default this process's.

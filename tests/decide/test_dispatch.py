@@ -208,7 +208,7 @@ def test_a_pack_of_other_ranks_or_of_offsets_that_no_op_takes_runs_as_given() ->
     made = dispatcher({2: BANK[1]}, cp_size=2)
     for own, is_taken in ((None, True), (2, True), (1, False), (0, False)):
         found = enter(made, pack_of(PackShape(6, 2, 4), local_cp_size=own), 6)
-        assert found is EagerReason.CP_SIZE_NOT_CAPTURED or (is_taken and isinstance(found, _C.MicroBatch))
+        assert isinstance(found, _C.MicroBatch) if is_taken else found is EagerReason.CP_SIZE_NOT_CAPTURED
     pack = pack_of(PackShape(6, 2, 4), cu_seqlens_q=(0, 4, 6), cu_seqlens_kv=(0, 4, 6))
     assert enter(made, pack, 6) is EagerReason.SIGNATURE_CHANGED
 
