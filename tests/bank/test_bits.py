@@ -129,6 +129,24 @@ def test_rows_that_each_run_rounds_otherwise_are_hardly_ever_an_alarm() -> None:
     assert sum(is_never_like(flips(seed)) for seed in range(20)) <= 1
 
 
+@pytest.mark.parametrize("noise", [2.0**-22, 2.0**-19])
+def test_sums_that_cancel_may_go_as_far_as_their_terms_but_only_few_of_them(noise: float) -> None:
+    """Bug: a right graph of a large model's layer failed, since its order varied more than eager's."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(512, 512, generator=generator) / 512**0.5).bfloat16()
+    scale = torch.exp(torch.randn(256, 1, generator=generator)) * 1e-6
+    kept, added = scale * torch.randn(2, 256, 512, generator=generator)
+
+    def run(more: float = 1.0) -> Tensor:
+        off = torch.randn(256, 512, generator=generator, dtype=torch.float64) * noise * more
+        return (kept.double() * (1 + off)).bfloat16() @ weight + added.bfloat16()
+
+    graph, known = run(more=3.0), [run() for _ in range(20)]
+    assert misfit(known, graph) is None
+    for spoilt in (graph.index_fill(1, torch.tensor(7), 0.0), graph * (1 + 2.0**-7), known[0].roll(1, 0)):
+        assert misfit(known, spoilt) is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_rows_and_columns_beside_noise_may_not_err(dtype: torch.dtype, device: str) -> None:
     """Bug: the noise of the largest entries excused whatever small ones were."""

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <tuple>
 
 namespace megagraph {
@@ -146,18 +147,28 @@ double rounding_of(const at::Tensor& numbers) {
   }
 }
 
-// Some entries of a run: those that may not be what they are, and those that no other run has
-// moved.
+// How many entries, and how far they are off at most.
+struct Entries {
+  int64_t count = 0;
+  double off = -1.0;
+
+  void add(const Entries& others) {
+    count += others.count;
+    off = std::max(off, others.off);
+  }
+};
+
+// Entries of a run: those that may not be what they are; those that no other run has moved; and of
+// these the ones that lie further off than entries of their size do.
 struct Judged {
   Misfit misfit{-1.0, -1.0};
-  int64_t moved = 0;
-  double off_moved = -1.0;
+  Entries moved, strayed;
 
   void add(const Judged& others) {
     misfit.off = std::max(misfit.off, others.misfit.off);
     misfit.spread = std::max(misfit.spread, others.misfit.spread);
-    moved += others.moved;
-    off_moved = std::max(off_moved, others.off_moved);
+    moved.add(others.moved);
+    strayed.add(others.strayed);
   }
 };
 
@@ -176,19 +187,21 @@ Judged judge(const at::Tensor& by_size, const std::vector<at::Tensor>& piece) {
   const at::Tensor off = at::maximum(apart(other, least), apart(other, most));
   const at::Tensor may_be_off = by_size.take(exponent_of(size)) * kSpreads;
   const at::Tensor little = size.amax(1, true) * kRounding;
-  const at::Tensor of_steady =
-      at::minimum(at::maximum(may_be_off, size * rounding_of(least)), little);
+  const at::Tensor of_its_size = at::maximum(may_be_off, size * rounding_of(least));
   at::Tensor of_others = may_be_off;
   if (least.size(1) >= kLongRow) {
     of_others = at::minimum(of_others, spread.amax(1, true) * kSpreads);
   }
   of_others = at::maximum(of_others, spread * kOwnSpreads);
   const at::Tensor is_wrong =
-      is_inside.logical_or(off <= at::where(is_steady, of_steady, of_others)).logical_not();
-  const at::Tensor moved = is_steady.logical_and(is_inside.logical_not());
+      is_inside.logical_or(off <= at::where(is_steady, little, of_others)).logical_not();
+  const at::Tensor is_moved = is_steady.logical_and(is_inside.logical_not());
+  const auto entries = [&](const at::Tensor& chosen) {
+    return Entries{chosen.sum().item<int64_t>(), largest_where(chosen, off)};
+  };
   return {{largest_where(is_wrong, off), largest_where(is_wrong, spread)},
-          moved.sum().item<int64_t>(),
-          largest_where(moved, off)};
+          entries(is_moved),
+          entries(is_moved.logical_and(off > of_its_size))};
 }
 
 }  // namespace
@@ -292,16 +305,19 @@ std::optional<Misfit> RunRange::misfit(const at::Tensor& other) const {
   for_each_piece(judged_by,
                  [&](const std::vector<at::Tensor>& piece) { all.add(judge(by_size, piece)); });
   if (all.misfit.off >= 0) return all.misfit;
-  if (all.moved > may_move()) return Misfit{all.off_moved, 0.0};
+  const Allowance may = allowance();
+  if (all.strayed.count > may.stray) return Misfit{all.strayed.off, 0.0};
+  if (all.moved.count > may.move) return Misfit{all.moved.off, 0.0};
   return std::nullopt;
 }
 
-// Entries that one run more may move: each moves fewer than those before, all in all.
-int64_t RunRange::may_move() const {
+RunRange::Allowance RunRange::allowance() const {
   const auto late = moved_.begin() + static_cast<int64_t>((moved_.size() + 1) / 2);
   const int64_t most = late == moved_.end() ? 0 : *std::max_element(late, moved_.end());
-  const auto few = static_cast<int64_t>(kFew * static_cast<double>(least_.numel()));
-  return std::clamp<int64_t>(few, 1, kFewest) + kSpreads * most;
+  const auto part = static_cast<int64_t>(kFew * static_cast<double>(least_.numel()));
+  const int64_t few = std::clamp<int64_t>(part, 1, kFewest);
+  if (most == 0) return {few, 0};
+  return {few + std::accumulate(moved_.begin(), moved_.end(), most), few};
 }
 
 // The largest spread of entries up to each power of two.

@@ -12,9 +12,11 @@
 //   own spread, or by twice that of entries that are no larger, if that is no more than twice the
 //   spread of its row (of 64 entries that lie together, where rows are shorter);
 // - an entry that is the same in all runs has to be the same in the graph. Yet each run moves a few
-//   for the first time. The graph may move twice as many as any of the later runs did, and a few of
-//   a large tensor, each by a rounding of its own or twice the spread of entries that are no
-//   larger, and by little beside the largest one of its row;
+//   for the first time. The graph may move a few of a large tensor, each by a rounding of its own
+//   or twice the spread of entries that are no larger, and by little beside the largest one of its
+//   row. If later runs still move some, it may move as many as all of them have, since it may add
+//   in more orders than calls that follow one another do; and a few of these by little alone: a
+//   sum that cancels is rounded as its terms are;
 // - an entry that is infinite or no number in the graph is so in some run, and one that is so in
 //   all runs is so in the graph. It excuses nothing else; nor do runs of several shapes.
 #pragma once
@@ -56,8 +58,14 @@ class RunRange {
   std::optional<Misfit> misfit(const at::Tensor& other) const;
 
  private:
+  // Entries that were the same in all runs and that a graph may move, and those of them that may
+  // go further than others of their size.
+  struct Allowance {
+    int64_t move, stray;
+  };
+
   bool is_alike(const at::Tensor& run) const;
-  int64_t may_move() const;
+  Allowance allowance() const;
   at::Tensor spread_by_size() const;
 
   const std::vector<int64_t> shape_;
