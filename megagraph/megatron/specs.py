@@ -48,7 +48,7 @@ def get_gpt_layer_varlen_spec(*args: Any, **kwargs: Any) -> Any:
 
 
 def get_gpt_block_varlen_spec(
-    config: Any, *args: Any, vp_stage: int | None = None, pp_rank: int | None = None, **kwargs: Any
+    config: Any, *, vp_stage: int | None = None, pp_rank: int | None = None, **kwargs: Any
 ) -> Any:
     """The spec of a whole block for `GPTModel(transformer_layer_spec=...)`, its final norm included.
 
@@ -56,8 +56,7 @@ def get_gpt_block_varlen_spec(
     Transformer Engine is installed and Megatron would choose its norm.
 
     Args:
-        config: Megatron's `TransformerConfig`; how many layers, and with which experts if all have some.
-        args: for `get_gpt_layer_varlen_spec()`, in place of what `config` says.
+        config: Megatron's `TransformerConfig`; how many layers, and which of them have experts.
         vp_stage: virtual pipeline stage.
         pp_rank: pipeline rank; by default this process's.
         kwargs: for `get_gpt_layer_varlen_spec()`, in place of what `config` says.
@@ -65,17 +64,19 @@ def get_gpt_block_varlen_spec(
     Raises:
         TypeError: if `config` is none.
     """
-    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer import transformer_block, transformer_layer
 
     if not hasattr(config, "num_layers"):
         raise TypeError(f"get_gpt_block_varlen_spec: expected Megatron's TransformerConfig, got {config!r}")
-    if not args:
-        experts = config.num_moe_experts if config.moe_layer_freq == 1 else None
-        kwargs = {"num_experts": experts, **{it: getattr(config, it, None) for it in _OF_CONFIG}, **kwargs}
-    layer = get_gpt_layer_varlen_spec(*args, **kwargs)
-    num_layers = transformer_block.get_num_layers_to_build(config, vp_stage, pp_rank)
+    kwargs = {**{it: getattr(config, it, None) for it in _OF_CONFIG}, **kwargs}
+    dense = get_gpt_layer_varlen_spec(**{"num_experts": None, **kwargs})
+    layers = dense, get_gpt_layer_varlen_spec(**{"num_experts": config.num_moe_experts, **kwargs})
+    every = config.moe_layer_freq
+    pattern = every if isinstance(every, list) else [at % every == 0 for at in range(config.num_layers)]
+    first = transformer_layer.get_transformer_layer_offset(config, vp_stage, pp_rank)
+    end = first + transformer_block.get_num_layers_to_build(config, vp_stage, pp_rank)
     return transformer_block.TransformerBlockSubmodules(
-        layer_specs=[layer] * num_layers, layer_norm=layer.submodules.input_layernorm
+        layer_specs=[layers[it] for it in pattern[first:end]], layer_norm=dense.submodules.input_layernorm
     )
 
 

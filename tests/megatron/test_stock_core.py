@@ -127,11 +127,16 @@ def block_spec(**arguments: Any) -> Any:
 def test_layers_of_a_block_are_as_the_config_says() -> None:
     """Bug: they were dense, and without norms of queries and keys, unless arguments said it once more."""
     config = transformer_config(OPTIONS, num_moe_experts=2, qk_layernorm=True, add_bias_linear=False)
-    for frequency, given, norm in ((1, {}, Norm), ([1, 0], {"qk_layernorm": False}, IdentityOp)):
+    no_norm = {"qk_layernorm": False}, IdentityOp
+    for frequency, (given, norm) in ((1, ({}, Norm)), (2, ({}, Norm)), ([0, 1], no_norm)):
         config.moe_layer_freq = frequency
-        parts = megagraph.get_gpt_block_varlen_spec(config, **given).layer_specs[0].submodules
-        assert ("MoELayer" in str(parts.mlp)) is (frequency == 1)
-        assert parts.self_attention.submodules.q_layernorm is norm
+        whole = megagraph.get_gpt_block_varlen_spec(config, **given).layer_specs
+        config.pipeline_model_parallel_size = 2
+        last = megagraph.get_gpt_block_varlen_spec(config, pp_rank=1, **given).layer_specs
+        config.pipeline_model_parallel_size = 1
+        have_experts = ["MoELayer" in str(layer.submodules.mlp) for layer in (*whole, *last)]
+        assert have_experts == [frequency != [0, 1], frequency != 2, frequency != 2]
+        assert last[0].submodules.self_attention.submodules.q_layernorm is norm
 
 
 def test_which_norms_are_ours_and_that_another_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
