@@ -105,6 +105,7 @@ def advice_on(found: Findings, config: GraphConfig) -> Advice:
     least = choices[chosen][1] if choices else None
     pays, is_of_padding, said = _verdict(found, speed_up, padding, least)
     capacities = choices[chosen][0] if choices else ()
+    longest = max((shape.max_seqlen for shape in found.packs.counts), default=0) if found.packs else 0
     return Advice(
         pays=pays,
         verdict=said,
@@ -112,7 +113,7 @@ def advice_on(found: Findings, config: GraphConfig) -> Advice:
         padding_share=padding,
         choices=choices,
         chosen=chosen,
-        toml=_toml(config, capacities, is_off=pays is False and not is_of_padding),
+        toml=_toml(config, capacities, longest, is_off=pays is False and not is_of_padding),
     )
 
 
@@ -193,8 +194,8 @@ _OF_THE_TRIAL = ("mode", "report", "progress")
 _CAPACITIES = ("capacities", "cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
 
 
-def _toml(config: GraphConfig, capacities: Sequence[Capacity], *, is_off: bool) -> str:
-    """The options that the script ran under, with these capacities."""
+def _toml(config: GraphConfig, capacities: Sequence[Capacity], longest: int, *, is_off: bool) -> str:
+    """The options that the script ran under, with these capacities; documents had up to `longest` tokens."""
     default = GraphConfig().spelled()
     left_out = (*_OF_THE_TRIAL, *_CAPACITIES)
     options = {
@@ -204,15 +205,15 @@ def _toml(config: GraphConfig, capacities: Sequence[Capacity], *, is_off: bool) 
     }
     if is_off:
         options = {"mode": "off", **options}
-    longest = sum(it.max_seqlen for it in config.all_capacities()[-1:] if it.max_seqlen < it.tokens)
+    limit = sum(it.max_seqlen for it in config.all_capacities()[-1:] if it.max_seqlen < it.tokens)
     if capacities:
-        options["capacities"] = [_spelled(it, longest) for it in capacities]
+        options["capacities"] = [_spelled(it, max(limit, longest) if limit else 0) for it in capacities]
     # JSON's numbers, texts and lists of them are TOML's.
     lines = (f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in options.items())
     return "\n".join(["[megagraph]", *lines])
 
 
 def _spelled(capacity: Capacity, longest: int) -> str:
-    """With the longest document that was set before, if it was no whole pack and is none."""
+    """With the longest document, if one was set and it is no whole pack."""
     limit = f":{longest}" if 0 < longest < capacity.tokens else ""
     return f"{capacity.tokens}:{capacity.num_seqs}{limit}"

@@ -156,6 +156,8 @@ def test_blocks_take_turns_and_the_first_step_of_each_is_not_timed(monkeypatch: 
         ),
         GraphConfig(mode="eager", report='ünïcode "quoted".json', log_interval=0, progress=False),
         GraphConfig(cuda_graph_max_packed_seqs=9, max_seqlen_per_dp_cp_rank=200, max_seqlen=70),
+        # Bug: the table kept the limit, though longer documents had come.
+        GraphConfig(cuda_graph_max_packed_seqs=9, max_seqlen_per_dp_cp_rank=200, max_seqlen=5),
         # Bug: where packs were larger than the capacity of then, the table took its tokens for such a limit.
         GraphConfig(capacities=("50:9:20", "90:9")),
     ],
@@ -165,10 +167,10 @@ def test_the_table_has_the_options_of_the_run_and_is_accepted(config: GraphConfi
     path = tmp_path / "advised.toml"
     path.write_text(advice_on(found, config).toml, encoding="utf-8")
     read = GraphConfig.from_toml(path)
-    longest = 70 if config.max_seqlen else 100
-    assert read.capacities == (
-        Capacity(tokens=60, num_seqs=3, max_seqlen=60),
-        Capacity(tokens=100, num_seqs=4, max_seqlen=longest),
+    limits = {None: (60, 100), 70: (60, 70), 5: (9, 9)}[config.max_seqlen]
+    expected = zip((60, 100), (3, 4), limits, strict=True)
+    assert read.capacities == tuple(
+        Capacity(tokens=it[0], num_seqs=it[1], max_seqlen=it[2]) for it in expected
     )
     for name in ("cuda_graph_modules", "verify", "tail", "cp_sizes", "poison", "log_interval"):
         assert getattr(read, name) == getattr(config, name)
