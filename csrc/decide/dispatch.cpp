@@ -35,10 +35,7 @@ constexpr int64_t kMultipleOfTokens = 128;
 std::optional<EagerReason> PackShape::exceeds(const Capacity& capacity) const {
   if (tokens > capacity.tokens) return EagerReason::kTooManyTokens;
   if (num_seqs > capacity.num_seqs) return EagerReason::kTooManySequences;
-  // Some hosts declare a constant, however short the pack.
-  if (std::min(max_seqlen, tokens * cp_size) > capacity.max_seqlen) {
-    return EagerReason::kSequenceTooLong;
-  }
+  if (longest() > capacity.max_seqlen) return EagerReason::kSequenceTooLong;
   return std::nullopt;
 }
 

@@ -3,6 +3,7 @@
 // alone: ranks that see the same packs decide alike, since nothing else enters.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -34,6 +35,8 @@ struct PackShape {
   int64_t tokens, num_seqs, max_seqlen, cp_size = 1;
 
   auto values() const { return std::tie(tokens, num_seqs, max_seqlen, cp_size); }
+  // What its documents may need; some hosts declare a constant, however short the pack.
+  int64_t longest() const { return std::min(max_seqlen, tokens * cp_size); }
   // The first dimension that a capacity does not hold; none if it fits.
   std::optional<EagerReason> exceeds(const Capacity& capacity) const;
 };

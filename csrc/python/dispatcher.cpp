@@ -130,11 +130,9 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
     const Decision decision = decide(*shape, known);
     if (decision.capacity < 0) {
       const Capacity most = most_needed_.value_or(Capacity{0, 0, 0});
-      // As `exceeds()` has it: a host may declare more than its pack can hold.
-      const int64_t longest = std::min(shape->max_seqlen, shape->tokens * shape->cp_size);
       most_needed_ =
           Capacity{std::max(most.tokens, shape->tokens), std::max(most.num_seqs, shape->num_seqs),
-                   std::max(most.max_seqlen, longest)};
+                   std::max(most.max_seqlen, shape->longest())};
     }
     if (decision.capacity >= 0) {
       found.capacity = known[decision.capacity];

@@ -63,7 +63,8 @@ at::Tensor PackDealing::outgoing(const std::vector<std::vector<at::Tensor>>& doc
   for (const std::vector<at::Tensor>& tensors : documents) {
     std::vector<at::Tensor> columns;
     for (const at::Tensor& tensor : tensors) {
-      columns.push_back(tensor.to(device).unsqueeze(1).contiguous().view(at::kByte));
+      const at::Tensor bits = tensor.resolve_conj().resolve_neg().to(device);
+      columns.push_back(bits.unsqueeze(1).contiguous().view(at::kByte));
     }
     wholes.push_back(at::cat(columns, 1));
   }

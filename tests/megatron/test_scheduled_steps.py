@@ -41,9 +41,9 @@ CONFIG = SimpleNamespace(calculate_per_token_loss=True)
 
 
 def document(number: int, length: int) -> dict[str, Tensor]:
-    """One that tells by each token which it is."""
+    """One that tells by each token which it is. Bug: views that negate were an error, on one rank alone."""
     tokens = torch.arange(length) + 1000 * (number + 1)
-    return {"tokens": tokens, "loss_mask": torch.ones(length), "even": tokens % 2 == 0}
+    return {"tokens": tokens, "mask": torch._neg_view(-torch.ones(length)), "even": tokens % 2 == 0}
 
 
 def quantized(rows: Tensor) -> Tensor:
