@@ -26,13 +26,17 @@ from benchmarks.subjects.pipelines import Cut, alone
 from megagraph._C import StageSchedule
 from megagraph.cli.reports import read_report
 
-OF_TWO_CHUNKS = Cut(chunks=2)
+OF_TWO_CHUNKS, OF_EXPERTS = Cut(chunks=2), Cut(chunks=2, expert_parallel=2)
 # Sharded over the ranks of a stage, and gathered while chunks run.
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 2000}
 SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
 EXPERTS = {"transformer": moe_rig.BASE, "plugin": {"cuda_graph_modules": ("attn", "moe_router")}}
 OVERLAPS = {**moe_rig.BASE, "moe_z_loss_coeff": None, "overlap_moe_expert_parallel_comm": True}
 OVERLAPPED = {**EXPERTS, "transformer": OVERLAPS}
+ENGINES = {"normalization": "RMSNorm", "moe_grouped_gemm": True}
+DELAYED = {**OVERLAPPED, "ddp": {"delay_wgrad_compute": True}}
+DELAYED_OF_ENGINE = {**DELAYED, "kind": OF_ENGINE, "transformer": {**OVERLAPS, **ENGINES}}
+ON_ENGINE = [pytest.mark.gpu, rig.needs_engine]
 Make = Callable[..., pipeline_jobs.Pair]
 Training = tuple[int, dict[str, Any]]  # of how many ranks
 
@@ -54,7 +58,9 @@ TRAININGS: dict[str, tuple[Any, Training]] = {
     "two data-parallel ranks a stage, aligned": ((), on(4, OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
     # The exchange of rows between experts' ranks is not in graphs.
     "experts that ranks of a stage share": (both, on(4, Cut(expert_parallel=2), **EXPERTS)),
-    "experts whose exchange overlaps": (both, on(4, Cut(chunks=2, expert_parallel=2), **OVERLAPPED)),
+    "experts whose exchange overlaps": (both, on(4, OF_EXPERTS, **OVERLAPPED)),
+    "late gradients": ((), on(4, OF_EXPERTS, kind=LATE, **DELAYED)),
+    "late gradients of Transformer Engine's layers": (ON_ENGINE, on(4, OF_EXPERTS, **DELAYED_OF_ENGINE)),
     "packs that ranks of a stage share": (both, on(4, Cut(context_parallel=2))),
     # Some micro-batches are shared by both ranks of a stage, and others by none.
     "packs of several sizes in flight": (both, on(4, OF_TWO_CHUNKS, cp_sizes=(1, 2))),
@@ -93,14 +99,12 @@ def test_bits(worlds: Worlds, name: str) -> None:
         pytest.param(0, LATE, marks=both),
         *(pytest.param(stage, "core", marks=pytest.mark.soak) for stage in range(4)),
         *(pytest.param(stage, LATE, marks=pytest.mark.soak) for stage in (1, 2, 3)),
-        *(pytest.param(stage, OF_ENGINE, marks=[pytest.mark.gpu, rig.needs_engine]) for stage in range(4)),
+        *(pytest.param(stage, OF_ENGINE, marks=ON_ENGINE) for stage in range(4)),
     ],
 )
 def test_any_stage_whose_exchange_of_rows_overlaps(world2: World, stage: int, kind: str) -> None:
     """Of four, which two ranks run without the others: forwards, backwards, and late gradients."""
-    config = {**OVERLAPS, "variable_seq_lengths": False}
-    if kind == OF_ENGINE:
-        config |= {"normalization": "RMSNorm", "moe_grouped_gemm": True}
+    config = {**OVERLAPS, **(ENGINES if kind == OF_ENGINE else {}), "variable_seq_lengths": False}
     given = {**OVERLAPPED, "transformer": config, "ddp": {"delay_wgrad_compute": kind != "core"}}
     given |= {"cut": Cut(stages=4, chunks=2, expert_parallel=2), "stage": stage, "kind": kind}
     check(world2.run(pipeline_jobs.train_alone, layers=2, most=8, evaluate_at=(1,), **given))
