@@ -68,15 +68,14 @@ def get_gpt_block_varlen_spec(
 
     if not hasattr(config, "num_layers"):
         raise TypeError(f"get_gpt_block_varlen_spec: expected Megatron's TransformerConfig, got {config!r}")
-    kwargs = {**{it: getattr(config, it, None) for it in _OF_CONFIG}, **kwargs}
-    dense = get_gpt_layer_varlen_spec(**{"num_experts": None, **kwargs})
-    layers = dense, get_gpt_layer_varlen_spec(**{"num_experts": config.num_moe_experts, **kwargs})
+    given = {it: getattr(config, it, None) for it in _OF_CONFIG} | kwargs
+    layers = [get_gpt_layer_varlen_spec(**{"num_experts": it} | given) for it in (None, config.num_moe_experts)]
     every = config.moe_layer_freq
     pattern = every if isinstance(every, list) else [at % every == 0 for at in range(config.num_layers)]
     first = transformer_layer.get_transformer_layer_offset(config, vp_stage, pp_rank)
     end = first + transformer_block.get_num_layers_to_build(config, vp_stage, pp_rank)
     return transformer_block.TransformerBlockSubmodules(
-        layer_specs=[layers[it] for it in pattern[first:end]], layer_norm=dense.submodules.input_layernorm
+        layer_specs=[layers[it] for it in pattern[first:end]], layer_norm=layers[0].submodules.input_layernorm
     )
 
 
