@@ -68,8 +68,8 @@ def get_gpt_block_varlen_spec(
 
     if not hasattr(config, "num_layers"):
         raise TypeError(f"get_gpt_block_varlen_spec: expected Megatron's TransformerConfig, got {config!r}")
-    given = {it: getattr(config, it, None) for it in _OF_CONFIG} | kwargs
-    layers = [get_gpt_layer_varlen_spec(**{"num_experts": it} | given) for it in (None, config.num_moe_experts)]
+    own = {it: getattr(config, it, None) for it in _OF_CONFIG} | kwargs
+    layers = [get_gpt_layer_varlen_spec(**{"num_experts": it} | own) for it in (None, config.num_moe_experts)]
     every = config.moe_layer_freq
     pattern = every if isinstance(every, list) else [at % every == 0 for at in range(config.num_layers)]
     first = transformer_layer.get_transformer_layer_offset(config, vp_stage, pp_rank)
