@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["GroupedLinear", "SortedRows", "linear_map"]
@@ -26,19 +25,18 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Any, back: Any, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         out: Tensor = there(x, *tensors)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        return ctx.back(grad, *tensors), None, None, *(None for _ in tensors)
+        return linear_map(grad, ctx.back, ctx.there, *tensors), None, None, *(None for _ in tensors)
 
 
 def linear_map(x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *maps: Tensor) -> Tensor:
-    """Applies `there(x, *maps)`, whose gradient is `back(grad, *maps)`. Differentiable once, in x only.
+    """Applies `there(x, *maps)`, whose gradient is `back(grad, *maps)`. Differentiable in x only.
 
     For moves of rows: autograd's own gradient of them would add with atomics.
     """
@@ -90,14 +88,15 @@ class SortedRows:
         )
 
     def permute(self, x: Tensor) -> Tensor:
-        """Rows [T, H] to [T * topk, H], those of one expert together. Differentiable once.
+        """Rows [T, H] to [T * topk, H], those of one expert together.
 
-        Past the last offset lie rows of no expert, whose gradient is zero, whatever comes back for them.
+        Past the last offset lie rows of no expert, whose gradient is zero, whatever comes back for them: that
+        is overwritten with zeros, so no other tensor may have the same gradient.
         """
         return linear_map(x, _copied, _summed, self.rows, self.places, self.offsets)
 
     def permute_probs(self, probs: Tensor) -> Tensor:
-        """Probabilities [T, experts] to those of the places, [T * topk]. Differentiable once.
+        """Probabilities [T, experts] to those of the places, [T * topk].
 
         Those of experts that were not chosen get a gradient of zero.
         """
@@ -107,15 +106,14 @@ class SortedRows:
             return probs.reshape(-1).index_select(0, picks)
 
         def put_back(grad: Tensor, picks: Tensor, offsets: Tensor) -> Tensor:
-            grad = grad.contiguous()
-            torch.ops.megagraph.zero_tail_([grad], offsets)
+            grad = torch.ops.megagraph.zero_tail(grad, offsets, len(grad))
             # One-dimensional: of two dimensions, deterministic algorithms would make this many launches.
             return grad.new_zeros(shape.numel()).scatter_(0, picks, grad).view(shape)
 
         return linear_map(probs, picked, put_back, self.picks, self.offsets)
 
     def combine(self, y: Tensor) -> Tensor:
-        """[T * topk, H] back to [T, H]: sums over the places of each row. Differentiable once.
+        """[T * topk, H] back to [T, H]: sums over the places of each row.
 
         Overwrites rows of `y` past the last offset with zeros, so that what nobody has written there
         reaches no result.

@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megagraph import _C as _C  # registers torch.ops.megagraph
 
@@ -175,7 +174,6 @@ class _RopeMla(torch.autograd.Function):
         return tuple(made) if q is None else (q.view_as(q), *made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq = grads[0] if ctx.has_q else None
         dk, dv = grads[-2:] if ctx.has_kv else (None, None)

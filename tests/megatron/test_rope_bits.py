@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from moe_rig import ExpertTrainer
 from rope_rig import run
 from same_bits import assert_same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph._C import Capacity
 
@@ -74,6 +74,17 @@ def change_table(model: Any) -> None:
     model.register_forward_pre_hook(change)
 
 
+def learn_table(model: Any) -> None:
+    table = model.rotary_pos_emb
+    table.inv_freq = nn.Parameter(table.inv_freq.clone())
+    table.forward = functools.partial(inspect.unwrap(type(table).forward), table)  # not out of a cache
+
+
+def weigh_table(model: Any) -> None:
+    model.weight = nn.Parameter(torch.ones(()))
+    rig.hands(model.decoder, lambda it: {**it, "rotary_pos_emb": it["rotary_pos_emb"] * model.weight})
+
+
 class Case(NamedTuple):
     """A run, and what of it does not replay."""
 
@@ -114,6 +125,9 @@ CASES = {
         given={"prepare": functools.partial(fix_rows, rows=48)},
         failure="expected a rotary table of max_seqlen, 32 rows, got 48",
     ),
+    # Bug: what the table is made of got no gradient, in both modes.
+    "learned": half(steps_of(HALF), "SCOPE_UNSUPPORTED", given={"prepare": learn_table}),
+    "a table with a learned weight": half(steps_of(HALF), later=GOES_ON, given={"prepare": weigh_table}),
     # As long as each pack here: positions go on, so that each token has a row.
     "a table of all tokens": half(steps_of(HALF), given={"prepare": functools.partial(fix_rows, rows=64)}),
     # As long as the pack, and no frequencies of each token: the pack itself declares fewer rows.

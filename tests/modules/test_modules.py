@@ -193,6 +193,23 @@ def test_what_lies_past_the_rows_of_experts_reaches_nothing() -> None:
         assert found.isfinite().all() and not found[list(UNROUTED)].any()
 
 
+def test_rows_are_sorted_in_second_derivatives_too() -> None:
+    """Bug: those that `torch.autograd.grad()` was asked for left out what had been sorted."""
+    rows = SortedRows.of(choices(2)[: UNROUTED[0]], 2)
+    for move, shape in ((rows.permute, (3, 1)), (lambda y: rows.combine(y * 1), (6, 1))):
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradgradcheck(lambda x, move=move: move(x).pow(3) + x.sum(), x)
+
+
+def test_gradients_of_probabilities_stay_as_they_came() -> None:
+    """Bug: they were zeroed past the rows of experts, and so was the same gradient of another tensor."""
+    rows, other = SortedRows.of(choices(2), 2), torch.zeros(2 * ROWS, requires_grad=True)
+    beside = other * 1
+    permuted = rows.permute_probs(torch.zeros(ROWS, EXPERTS, requires_grad=True))
+    ((permuted + beside) * torch.ones(2 * ROWS)).sum().backward()
+    assert other.grad is not None and (other.grad == 1).all()
+
+
 @pytest.mark.gpu
 def test_other_dtypes_are_refused_where_torch_would_wait() -> None:
     made = linear(FEATURES, INNER).cuda()
