@@ -127,6 +127,7 @@ def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
         (with_tokens(Tensor.int), "^expected documents with the same tensors on every rank, got rank"),
         # Bug: it raised once it was sent, on one rank.
         (with_tokens(Tensor.to_sparse), "^rank 1: document 0: expected dense tensors, got torch.sparse_coo$"),
+        (with_tokens(lambda it: it.to("meta")), "^rank 1: NotImplementedError: Cannot copy out of meta"),
         # Bug: where every rank had such, the process ended in a segmentation fault.
         (with_tokens(quantized), "^rank 1: document 0: expected dense tensors, got torch.quint8$"),
         ([[one], [[document(0, 33)]], [one], [[]]], "^document 1 of 33 tokens is too long"),
