@@ -23,11 +23,10 @@ __all__ = ["GroupedLinear", "SortedRows", "linear_map"]
 
 class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Any, back: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, *tensors: Tensor) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.there, ctx.back = there, back
-        out: Tensor = there(x, *tensors)
-        return out
+        return there(x, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -40,8 +39,7 @@ def linear_map(x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tens
 
     For moves of rows: autograd's own gradient of them would add with atomics.
     """
-    out: Tensor = _LinearMap.apply(x, there, back, *maps)  # type: ignore[no-untyped-call]
-    return out
+    return _LinearMap.apply(x, there, back, *maps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _copied(x: Tensor, rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
@@ -90,8 +88,8 @@ class SortedRows:
     def permute(self, x: Tensor) -> Tensor:
         """Rows [T, H] to [T * topk, H], those of one expert together.
 
-        Past the last offset lie rows of no expert, whose gradient is zero, whatever comes back for them: that
-        is overwritten with zeros, so no other tensor may have the same gradient.
+        Past the last offset lie rows of no expert. What comes back for them is overwritten with zeros: no
+        other tensor may have the same gradient.
         """
         return linear_map(x, _copied, _summed, self.rows, self.places, self.offsets)
 
@@ -171,12 +169,15 @@ class GroupedLinear(nn.Module):
         x, kept = make(*given), [tensor.detach() for tensor in given]
         place, is_kept = (x.data_ptr(), x.shape), torch.is_autocast_enabled(x.device.type)
 
-        def keep(saved: Tensor) -> Tensor | None:
-            return saved if is_kept or (saved.data_ptr(), saved.shape) != place else None
+        def keep(saved: Tensor) -> Any:
+            is_other = is_kept or (saved.data_ptr(), saved.shape) != place
+            return saved if is_other else [it._version for it in kept]
 
-        def kept_or_made(saved: Tensor | None) -> Tensor:
-            if saved is not None:
+        def kept_or_made(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
                 return saved
+            if saved != [it._version for it in kept]:
+                raise RuntimeError("GroupedLinear: what its input is made of was written since the forward")
             with torch.no_grad():
                 return make(*kept)
 

@@ -238,10 +238,10 @@ class VarlenAttention(nn.Module):
         group: _Group | None = getattr(params, "cp_group", None)
         if size is None:
             return self.cp_group if self.cp_group is not None and self.cp_group.size() > 1 else None
-        if size > 1 and (group is None or group.size() != size):
+        if size != 1 and (group is None or group.size() != size):
             found = "none" if group is None else f"one of {group.size()} ranks"
             raise ValueError(f"VarlenAttention: expected a cp_group of local_cp_size {size}, got {found}")
-        return group if size > 1 else None
+        return group if size != 1 else None
 
     def _unpacked(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         length, batch = query.shape[:2]

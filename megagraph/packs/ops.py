@@ -215,8 +215,7 @@ def rope_mla(
     unrounded.
     """
     ranks = {"cp_size": cp_size, "cp_rank": cp_rank}
-    out: tuple[Tensor, ...] = _RopeMla.apply(q, kv, k_pe, v_dim, ranks, *by)  # type: ignore[no-untyped-call]  # torch's
-    return out
+    return _RopeMla.apply(q, kv, k_pe, v_dim, ranks, *by)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def varlen_attention(

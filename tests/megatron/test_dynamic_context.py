@@ -166,7 +166,7 @@ def test_packs_that_no_graph_takes() -> None:
             assert torch.equal(given.float().view(-1).where(mask > 0, 0.0), expected)
     assert rig.eager_since(rig.report_of(trainer), before) == {"GROUP_DISAGREED": times * rig.LAYERS}
 
-    for size in (4, 2):
+    for size in (4, 2, 0):
         nobodys = dataclasses.replace(shared, said={"local_cp_size": size, "cp_group": None})
         with pytest.raises(ValueError, match=f"expected a cp_group of local_cp_size {size}, got none"):
             rig.forward(trainer.model, nobodys, trainer.device)

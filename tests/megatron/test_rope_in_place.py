@@ -136,6 +136,17 @@ def test_a_foreign_rope_runs_and_its_tail_is_zero_there_and_back(whose: str, ran
     assert t.grad is not None and torch.equal(t.grad, 2 + megatrons.tail(t, -2.0))
 
 
+def test_a_foreign_rope_may_hand_out_rows_in_another_order() -> None:
+    """Bug: it raised on canonical packs alone, that its result was not contiguous."""
+
+    def rope(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
+        return (2 * t.transpose(0, 1)).contiguous().transpose(0, 1)
+
+    t, freqs, _ = operands()
+    out = wrap_fused_rope(rope)(t, canonical(*ENDS), freqs)
+    assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]]) and not out[ENDS[-1] :].any()
+
+
 class Attention:
     """Stands in for the engine's, with the ranks that share its packs. Leaves rubbish behind a pack's end."""
 

@@ -178,6 +178,14 @@ def test_a_product_makes_its_input_again_unless_autocast_would_make_another(dtyp
     assert_same_bits(again, grads(lambda: made(doubled(x), offsets)))
 
 
+def test_a_product_does_not_make_its_input_of_what_was_written_since() -> None:
+    made, x = linear(FEATURES, INNER), torch.randn(EXPERTS, FEATURES)
+    out = made.of_made(torch.arange(1, EXPERTS + 1, dtype=torch.int32), torch.sin, x)
+    x.zero_()  # bug: the weight's gradient was another one, silently
+    with pytest.raises(RuntimeError, match="was written since the forward"):
+        out.sum().backward()
+
+
 def test_what_lies_past_the_rows_of_experts_reaches_nothing() -> None:
     rows = SortedRows.of(choices(2), 2)
     y = torch.full((2 * ROWS, FEATURES), torch.nan)

@@ -181,7 +181,7 @@ class ContextRanks:
             yield
             return
         self._check()
-        if cp_size > 1 and (group is None or group.size() != cp_size):
+        if cp_size != 1 and (group is None or group.size() != cp_size):
             found = "none" if group is None else f"one of {group.size()} ranks"
             raise ValueError(f"expected a cp_group of local_cp_size {cp_size}, got {found}")
         shown = self._places.show(group, cp_size, cp_size / self.size, leaves_metrics=leaves_metrics)

@@ -45,15 +45,13 @@ def _without_tail(t: Tensor, offsets: Tensor) -> Tensor:
 
     In place, and in what a backward may have kept of them, which reads no such row.
     """
-    torch.ops.megagraph.zero_tail_([t.data], offsets)
+    torch.ops.megagraph.zero_tail_([(t := t.contiguous()).data], offsets)
     return t
 
 
 def _without_gradient_tail(t: Tensor, offsets: Tensor) -> Tensor:
     """Passes rows [T, ...] on as they are; those of their gradient past the last offset become zero."""
-    return linear_map(
-        t, lambda t, _end: t.view_as(t), lambda grad, end: _without_tail(grad.contiguous(), end), offsets
-    )
+    return linear_map(t, lambda t, _end: t.view_as(t), lambda grad, end: _without_tail(grad, end), offsets)
 
 
 _OF_MLA = {"multi_latent_attention", "mla_rotary_interleaved"}  # by release
@@ -156,7 +154,7 @@ def wrap_engine_attention(original: _Function) -> _Function:
             given.arguments["packed_seq_params"] = with_tail_as_document(pack, cp_size * rows)
         for name in ("query", "key", "value"):
             given.arguments[name] = _without_gradient_tail(given.arguments[name], end)
-        return _without_tail(original(*given.args, **given.kwargs).contiguous(), end)
+        return _without_tail(original(*given.args, **given.kwargs), end)
 
     return forward
 
