@@ -125,12 +125,12 @@ def _adopt(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_of_
         for pattern in ("local_experts.{}." + projection + ".weight", projection + ".weight{}"):
             names = [pattern.format(expert) for expert in range(experts)]
             if all(name in tensors for name in names):
-                found[projection] = torch.stack([tensors[name] for name in names])
-        if (legacy := tensors.get(f"weight{index}")) is not None:
+                found[projection] = torch.stack([tensors.pop(name) for name in names])
+        if (legacy := tensors.pop(f"weight{index}", None)) is not None:
             shape = (experts, hidden, -1) if index == 1 else (experts, -1, hidden)
             found[projection] = legacy.view(shape).transpose(1, 2)
     if found:
-        for key in own.values():
+        for key in [own[name] for name in own if name not in tensors or "_extra_state" in name]:
             del state_dict[key]
     for projection, weight in found.items():
         state_dict[f"{prefix}{projection}.weight"] = weight

@@ -151,6 +151,15 @@ def test_weights_of_megatrons_modules_are_taken(kind: str) -> None:
         assert torch.equal(param, stacked[name])
 
 
+def test_what_a_state_has_beside_weights_is_unexpected() -> None:
+    """Bug: biases of each expert were left out in silence."""
+    module = both()[0].experts
+    state = {f"linear_fc1.weight{it}": weight.detach() for it, weight in enumerate(module.linear_fc1.weight)}
+    state |= {"linear_fc1.bias0": torch.zeros(4), "linear_fc2.weight": module.linear_fc2.weight.detach()}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"linear_fc1.bias0\"\."):
+        module.load_state_dict({**state, "linear_fc1._extra_state": torch.zeros(0)})
+
+
 @pytest.mark.parametrize("sharded_offsets", [(), ((0, 1, 3),)], ids=str)
 def test_distributed_checkpoints_hold_the_tensors_of_sequential_experts(sharded_offsets: Any) -> None:
     module, other = (mixture.experts for mixture in both(**SWIGLU))
