@@ -221,6 +221,8 @@ PackSchedule schedule_packs(const std::vector<int64_t>& lengths, const ScheduleL
 }
 
 std::vector<ScheduledPack> PackSchedule::of_rank(int64_t rank) const {
+  require(0 <= rank && rank < static_cast<int64_t>(costs.size()), "expected a rank below ",
+          costs.size(), ", got ", rank);
   std::vector<ScheduledPack> found;
   for (const auto& packs : micro_batches) {
     for (const ScheduledPack& pack : packs) {

@@ -16,6 +16,7 @@ void check_table(const at::Tensor& cos, const at::Tensor& sin) {
                     " and ", sin.sym_sizes());
   TORCH_CHECK_VALUE(cos.is_contiguous() && sin.is_contiguous(), kRopeMla,
                     ": cos and sin must be contiguous");
+  rope_scalar_of(cos.scalar_type(), kRopeMla);
   const c10::SymInt rotary_dim = cos.sym_size(1);
   TORCH_CHECK_VALUE(rotary_dim % 2 == 0 && rotary_dim > 0 && rotary_dim <= kMaxRopeMlaDim, kRopeMla,
                     ": rotary_dim must be even, positive and at most ", kMaxRopeMlaDim, ", got ",

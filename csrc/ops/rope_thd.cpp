@@ -47,6 +47,7 @@ void check_rope_thd(at::TensorList tensors, const at::Tensor& cos, const at::Ten
                     " and ", sin.sym_sizes());
   TORCH_CHECK_VALUE(cos.is_contiguous() && sin.is_contiguous(), op,
                     ": cos and sin must be contiguous");
+  rope_scalar_of(cos.scalar_type(), op);
   TORCH_CHECK_VALUE(cos.sym_size(1) % 2 == 0, op, ": rotary_dim must be even, got ",
                     cos.sym_size(1));
   for (const at::Tensor& t : tensors) {

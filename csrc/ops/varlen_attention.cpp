@@ -51,6 +51,8 @@ void check_varlen_attention(const at::Tensor& q, const at::Tensor& k, const at::
                       q.sym_size(2), ", ", k.sym_size(2), " and ", v.sym_size(2));
     check_same_device(t, cu_seqlens_q, op);
   }
+  TORCH_CHECK_VALUE(at::isFloatingType(q.scalar_type()) && q.element_size() > 1, op,
+                    ": expected a floating dtype of 16 bits or more, got ", q.scalar_type());
   check_same_device(cu_seqlens_k, cu_seqlens_q, op);
   TORCH_CHECK_VALUE(k.sym_size(0) == v.sym_size(0) &&
                         (!cu_seqlens_q.is_same(cu_seqlens_k) || q.sym_size(0) == k.sym_size(0)),

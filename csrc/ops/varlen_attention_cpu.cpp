@@ -66,6 +66,7 @@ std::tuple<at::Tensor, at::Tensor> varlen_attention_cpu(
     std::optional<double> softmax_scale, bool causal) {
   auto [out, lse] = varlen_attention_meta(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                                           max_seqlen_k, softmax_scale, causal);
+  const c10::impl::ExcludeDispatchKeyGuard own_dtypes(c10::autocast_dispatch_keyset);
   out.zero_();
   lse.zero_();
   const double scale = softmax_scale_or_default(q, softmax_scale);
@@ -92,9 +93,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_attention_backward_cpu(
   auto [dq, dk, dv] =
       varlen_attention_backward_meta(grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
                                      max_seqlen_q, max_seqlen_k, softmax_scale, causal);
+  const c10::impl::ExcludeDispatchKeyGuard own_dtypes(c10::autocast_dispatch_keyset);
   dq.zero_();
   dk.zero_();
   dv.zero_();
+  if (q.numel() == 0) return {dq, dk, dv};  // no heads are shared by none
   const double scale = softmax_scale_or_default(q, softmax_scale);
   const int64_t heads = q.size(1);
   // Query heads that share a key head add up.

@@ -82,6 +82,8 @@ bool Constants::is_equal(const py::handle& name, const py::handle& value) {
   PyObject* const known = PyDict_GetItemWithError(values_.ptr(), name.ptr());
   if (known == nullptr || !is_tensor(known) || !is_tensor(value.ptr())) return false;
   if (is_written(name, known)) return false;
+  // No constant has a history, and who asks for a gradient may not read one.
+  if (at::GradMode::is_enabled() && tensor_of(value.ptr()).requires_grad()) return false;
   const at::Tensor constant = tensor_of(known), tensor = tensor_of(value.ptr());
   const std::array marks{mark_of(tensor), mark_of(constant)};
   const auto place = name.cast<std::string>();

@@ -15,9 +15,11 @@ int64_t width_of(const std::vector<at::ScalarType>& types) {
 }  // namespace
 
 at::Tensor share(const at::Tensor& document, int64_t rows, int64_t size, int64_t place) {
-  TORCH_CHECK_VALUE(document.dim() > 0 && 0 <= place && place < size && rows >= 0 &&
-                        document.size(0) <= rows * size,
-                    "expected a document [L, ...] of at most rows * size, and a place below size");
+  TORCH_CHECK_VALUE(
+      document.dim() > 0 && 0 <= place && place < size && rows >= 0 &&
+          document.size(0) <= rows * size && (size == 1 || rows % 2 == 0),
+      "expected a document [L, ...] of at most rows * size, of an even number of rows if "
+      "several share it, and a place below size");
   std::vector<int64_t> missing = document.sizes().vec();
   missing[0] = rows * size - missing[0];
   const at::Tensor padded = at::cat({document, document.new_zeros(missing)});
@@ -63,8 +65,7 @@ at::Tensor PackDealing::outgoing(const std::vector<std::vector<at::Tensor>>& doc
   for (const std::vector<at::Tensor>& tensors : documents) {
     std::vector<at::Tensor> columns;
     for (const at::Tensor& tensor : tensors) {
-      const at::Tensor bits = tensor.resolve_conj().resolve_neg().to(device);
-      columns.push_back(bits.unsqueeze(1).contiguous().view(at::kByte));
+      columns.push_back(tensor.to(device).unsqueeze(1).contiguous().view(at::kByte));
     }
     wholes.push_back(at::cat(columns, 1));
   }

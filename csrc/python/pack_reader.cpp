@@ -115,7 +115,7 @@ std::optional<PackForm> pack_form(const py::handle& params, std::optional<c10::D
     if (!is_tensor(given.ptr())) return false;
     const at::Tensor& offsets = tensor_of(given.ptr());
     return offsets.scalar_type() == at::kInt && offsets.dim() == 1 && offsets.numel() > 0 &&
-           offsets.is_contiguous() && (!device || offsets.device() == *device);
+           offsets.is_contiguous() && !offsets.is_neg() && (!device || offsets.device() == *device);
   };
   const py::object q = attribute(params, fields().q), kv = attribute(params, fields().kv);
   if (!are_offsets(q) || !are_same(q, kv)) return std::nullopt;

@@ -137,3 +137,19 @@ def test_cores_linear_layers_leave_nothing_and_a_sentence_says_so(caplog: pytest
     assert_same_bits(train(steps, "eager"), graphed)
     overlap.check_calls(graphed.report, "graph", sum(map(len, steps)))
     assert "delay_wgrad_compute delays nothing in graphs" in caplog.text
+
+
+def test_layers_that_delay_without_overlap_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their host asks for what they have queued. Bug: what captures had queued came first."""
+    finalize = overlap.OverlapTrainer._finalize
+
+    def asking(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        for linear in overlap.linears_of(trainer.chunk):
+            linear.backward_dw()
+        finalize(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(overlap.OverlapTrainer, "_finalize", asking)
+    steps = [micros[:1] for micros in steps_of(3)]
+    eager, graphed = (train(steps, it, delays="unfused", overlaps=False) for it in ("eager", "graph"))
+    assert_same_bits(eager, graphed)
+    rig.ran(graphed.report, failures=1, SCOPE_UNSUPPORTED=3 * CALLS)

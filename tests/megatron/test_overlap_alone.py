@@ -149,6 +149,21 @@ def test_a_layer_with_a_hook_runs_in_megatrons_node_and_the_other_replays() -> N
     assert set(compared_while(hooked)["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_graphs_are_made_anew_where_a_host_begins_or_ends_to_overlap(is_first: bool) -> None:
+    """Bug: a backward raised, since a plan held what was transient without it; and one slot was left."""
+
+    def around(trainer: Any, index: int) -> contextlib.AbstractContextManager[Any]:
+        trainer.chunk.config.overlap_moe_expert_parallel_comm = (index < BREAKS) == is_first
+        return contextlib.nullcontext()
+
+    steps = steps_of(FEW)
+    eager, graphed = (train(steps, mode, around=around, **moe_rig.SHARED) for mode in ("eager", "graph"))
+    assert_same_bits(eager, graphed)
+    changed = len(steps[BREAKS]) * CALLS
+    assert graphed.report["eager"] == {"WARMING_UP": COUNTS[0] * CALLS, "PARAMETERS_CHANGED": changed}
+
+
 def test_another_rotary_table_of_the_models_runs_as_given_until_graphs_are_made_of_it() -> None:
     def scaled(trainer: Any) -> contextlib.AbstractContextManager[Any]:
         rotary = trainer.chunk.rotary_pos_emb

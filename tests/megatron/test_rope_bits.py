@@ -62,22 +62,27 @@ def fix_rows(model: Any, rows: int) -> None:
     model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: rows
 
 
-def change_table(model: Any) -> None:
-    """In the third step, and only in place."""
+def before_call(number: int, model: Any, change: Callable[[Any], Any]) -> None:
+    """Changes the table of a model."""
     calls = itertools.count(1)
 
-    def change(given: Any, _args: Any) -> None:
-        if next(calls) == 7:
-            given.rotary_pos_emb.inv_freq *= 0.5
-            given.rotary_pos_emb.forward.cache_clear()
+    def hook(*_: Any) -> None:
+        if next(calls) == number:
+            change(model.rotary_pos_emb)
 
-    model.register_forward_pre_hook(change)
+    model.register_forward_pre_hook(hook)
 
 
-def learn_table(model: Any) -> None:
+def change_table(model: Any) -> None:
+    """In the third step, and only in place."""
+    before_call(7, model, lambda it: (it.inv_freq.mul_(0.5), it.forward.cache_clear()))
+
+
+def learn_table(model: Any, since: int = 1) -> None:
     table = model.rotary_pos_emb
-    table.inv_freq = nn.Parameter(table.inv_freq.clone())
+    table.inv_freq = nn.Parameter(table.inv_freq.clone(), requires_grad=since == 1)
     table.forward = functools.partial(inspect.unwrap(type(table).forward), table)  # not out of a cache
+    before_call(since, model, lambda it: it.inv_freq.requires_grad_(True))
 
 
 def weigh_table(model: Any) -> None:
@@ -127,6 +132,9 @@ CASES = {
     ),
     # Bug: what the table is made of got no gradient, in both modes.
     "learned": half(steps_of(HALF), "SCOPE_UNSUPPORTED", given={"prepare": learn_table}),
+    "learned later": half(
+        steps_of(HALF), later=GOES_ON, first=2, given={"prepare": functools.partial(learn_table, since=5)}
+    ),
     "a table with a learned weight": half(steps_of(HALF), later=GOES_ON, given={"prepare": weigh_table}),
     # As long as each pack here: positions go on, so that each token has a row.
     "a table of all tokens": half(steps_of(HALF), given={"prepare": functools.partial(fix_rows, rows=64)}),

@@ -128,6 +128,7 @@ REFUSED: list[tuple[str, Given, str]] = [
         for change, message in (
             ({"cos": zeros(8)}, r"must both be \[positions, rotary_dim\], got \[8\] and \[8, 8\]"),
             ({"cos": some(8, 8).t()}, "cos and sin must be contiguous"),
+            (dict.fromkeys(("cos", "sin"), zeros(8, 8).int()), "expected a floating dtype, got Int"),
             ({"cp_rank": 1}, "need 0 <= cp_rank < cp_size, got cp_rank 1 and cp_size 1"),
             ({"cu_seqlens_padded": zeros(2)}, "cu_seqlens must be int32, got Float"),
             ({"sin": zeros(8, 8, device="meta")}, "all tensors must be on one device"),
@@ -151,6 +152,7 @@ REFUSED: list[tuple[str, Given, str]] = [
     ("varlen_attention", {"v": some(9, 1, 16)}, "k and v need as many heads, got 2 and 1"),
     ("varlen_attention", {"q": some(9, 3, 16)}, "3 query heads are no multiple of 2 key heads"),
     ("varlen_attention", {"k": QKV.double()}, r"q, k and v need one dtype, got \w+ and Double"),
+    ("varlen_attention", dict.fromkeys("qkv", QKV.long()), "expected a floating dtype .*, got Long"),
     ("varlen_attention", {"cu_seqlens_q": OFFSETS.long()}, "cu_seqlens must be int32, got Long"),
     ("varlen_attention", {"max_seqlen_q": -1}, "max_seqlen must not be negative, got -1"),
     ("varlen_attention", {"cu_seqlens_k": offsets([9])}, "as many documents for .*, got 3 and 1"),

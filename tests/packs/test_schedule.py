@@ -139,6 +139,8 @@ def test_what_cannot_be_scheduled_says_why(lengths: list[int], change: dict[str,
         (lambda: share(torch.ones(5), 2, 2, 2), "expected a document .* and a place below size"),
         (lambda: share(torch.ones(5, 5), 1, 2, 0), "expected a document .* of at most rows"),
         (lambda: share(torch.tensor(5), 1, 2, 0), "expected a document .* of at most rows"),
+        (lambda: share(torch.ones(5), 3, 2, 0), "of an even number of rows if several share it"),
+        (lambda: schedule_packs([5], USUAL).of_rank(99), "expected a rank below .*, got 99"),
     ],
 )
 def test_what_limits_and_groups_cannot_answer_says_why(ask: Callable[[], Any], message: str) -> None:

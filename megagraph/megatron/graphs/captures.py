@@ -95,7 +95,7 @@ class Captures:
         # must be in no graph for what may be another thing at the next capture.
         self._ineligible: Mapping[int, Why] = {}
         self._kept_out: Mapping[int, Why] = {}
-        self._seen: list[weakref.ref[nn.Module]] = []  # the layers when the block was last looked at
+        self._seen: list[object] = []  # the layers at the last look at them, and whether plans run them
         self.follow()
         self.device = next(model.parameters()).device
         # Of all replayed packs.
@@ -447,7 +447,7 @@ class Captures:
     def follow(self) -> bool:
         """Looks at the block. Returns whether it has other sites than before, or may have graphs of more."""
         block = self.model.decoder
-        now = list(map(weakref.ref, block.layers))
+        now = [*map(weakref.ref, block.layers), block.config.overlap_moe_expert_parallel_comm]
         has_others = now != self._seen
         if has_others or self.plan.may_graph_more():
             self._seen = now

@@ -95,10 +95,9 @@ class LayerArguments(dict[VariantKey, Constants]):
         Waits for the device if the table was not known and has the shape of the model's own.
         """
         rows: int = params.max_seqlen_q
-        is_learned: bool = getattr(table, "requires_grad", False)  # which no table that is kept is
-        known = None if is_learned else self._own_table.get(rows)
+        known = self._own_table.get(rows)
         self.are_own = table is None or (known is not None and known.is_equal("rotary_pos_emb", table))
-        if not self.are_own and not is_learned:
+        if not self.are_own:
             # A host's model may make its tables of more than a pack's length.
             with contextlib.suppress(Exception):
                 self._own_table = {rows: (own := Constants(self._make(params, hidden_states)))}

@@ -97,8 +97,7 @@ class BlockPlan:
         """
         layers = [step.layer for step in self.steps if step.site is not None]
         # No pass waits for what a dense layer's neighbour dispatches, if attention's backward comes sooner.
-        have_experts = all(map(moe.EXPERTS.is_in, self.layers()))
-        return [layers, [len(self._layers) - layer for layer in layers]], have_experts
+        return [layers, [len(self._layers) - it for it in layers]], all(map(moe.EXPERTS.is_in, self.layers()))
 
     @property
     def why_eager(self) -> Why | None:
@@ -253,7 +252,7 @@ class BlockPlan:
             step = EagerPart(name=name, module=layer, forward=self._alone(run))
         site = len(self.specs) if is_site else None
         self.steps.append(LayerStep(step=step, site=site, layer=index, run=run, parts=parts))
-        if isinstance(step, SiteSpec) and _is_planned(layer) and delaying(step.modules()):
+        if isinstance(step, SiteSpec) and delaying(step.modules()):
             step.finish, step.forget = self.steps[-1].run_late, _forget_delayed
 
     def _alone(self, run: Run) -> Callable[..., Any]:
@@ -332,6 +331,7 @@ def _unsupported(layer: nn.Module, parts: Sequence[LayerPart], is_split: bool) -
     """Why a layer cannot run some parts in graphs, apart from the rest if it is split; or None."""
     if _is_planned(layer) and seams.is_replaced(layer, seams.LAYER_FORWARD):
         return f"expert-parallel overlap does not run its forward, {seams.called_name(layer.forward)}"
-    if is_split and (why := why_not_halved(layer)) is not None:
-        return why
-    return next((why for part in parts if (why := part.check(layer)) is not None), None)
+    if not _is_planned(layer) and delaying(layer.modules()):
+        return "it leaves gradients of weights to be made later, without expert-parallel overlap"
+    why = why_not_halved(layer) if is_split else None
+    return why or next(filter(None, (part.check(layer) for part in parts)), None)
