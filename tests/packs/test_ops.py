@@ -592,3 +592,8 @@ def test_gradcheck_of_the_cpu_reference() -> None:
     q, k, v = (torch.randn(7, n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
     ends = offsets([1, 0, 4])
     assert torch.autograd.gradcheck(lambda *qkv: ops.varlen_attention(*qkv, ends, 4, causal=True), (q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):  # bug: its products were rounded
+        rounded = ops.varlen_attention(*(it.float() for it in (q, k, v)), ends, 4, causal=True)
+    torch.testing.assert_close(rounded, ops.varlen_attention(q, k, v, ends, 4, causal=True).float())
+    ops.varlen_attention(q[:, :0], k, v, ends, 4).sum().backward()  # bug: without heads, the process ended
+    assert k.grad is not None and not k.grad.any()
