@@ -243,7 +243,7 @@ class CapturePlan:
         before, host = self._rng.snapshot(), HostStreams()
         attributes = _C.PlainAttributes([*self._sites[index].named_modules()], self._options.left_out)
         with self._named(index, "warm-up"), contextlib.ExitStack() as undo:
-            undo.callback(attributes.put_back)
+            undo.callback(lambda: (attributes.put_back(), host.put_back()))
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
                 leaves_no_trace([self._sites[index]], work_runs=True),

@@ -228,6 +228,23 @@ def test_a_draw_on_the_host_leaves_its_layer_eager_unless_another_thread_may_hav
     assert not is_always or "Python's or numpy's generator" in bank.take_failures()[0]
 
 
+@pytest.mark.parametrize("fails", ["in its call", "by a counter"])
+def test_what_a_layer_drew_on_the_host_before_it_failed_is_put_back(device: str, fails: str) -> None:
+    """Bug: the next step's documents, or a skipped layer, were other ones than in eager."""
+
+    def perhaps(hidden: Tensor) -> Tensor:
+        own["count"] += fails == "by a counter"
+        factor: float = random.random() * numpy.random.rand() / (own["count"] > 0)
+        return hidden * factor
+
+    layer, before = Applies(perhaps), (random.getstate(), numpy.random.get_state()[2])
+    own = vars(layer)
+    own["count"] = 0
+    bank = captured([layer, Block()], device)
+    assert (random.getstate(), numpy.random.get_state()[2]) == before
+    assert bank.eager_sites == {0: EagerReason.CAPTURE_FAILED} and own["count"] == 0
+
+
 # -- regions that run again in the backward pass ---------------------------------------------------
 
 
