@@ -283,6 +283,23 @@ def test_nothing_is_captured_while_autograd_looks_for_anomalies(trainer: Trainer
     rig.ran(rig.report_of(trainer), 2 * rig.LAYERS, WARMING_UP=3 * rig.LAYERS)
 
 
+def test_nothing_is_captured_while_torch_keeps_parametrized_weights(install: rig.Install) -> None:
+    """Bug: the step's backward met the weight of a capture, whose graph was gone, and raised."""
+
+    def prepare(chunk: Any) -> None:
+        linear = chunk.decoder.layers[1].mlp.linear_fc2
+        nn.utils.parametrize.register_parametrization(linear, "weight", nn.Tanh())
+
+    install()
+    trainer = rig.ModelTrainer(prepare=prepare)
+    for _ in range(3):
+        with nn.utils.parametrize.cached():
+            rig.step(trainer, [rig.ONE], update=False)
+    assert not rig.report_of(trainer)["graphs"]
+    rig.step(trainer, [rig.ONE], update=False)
+    rig.ran(rig.report_of(trainer), rig.LAYERS, WARMING_UP=3 * rig.LAYERS)
+
+
 def test_graphs_that_an_evaluation_finds_due_are_compared_beside_earlier_gradients(pair: rig.Pair) -> None:
     """Bug: they were used unverified. Megatron's FP32 optimizer leaves `main_grad` in `.grad` until then."""
 

@@ -390,6 +390,7 @@ class GraphedModel:
             # Somebody's hooks of saved tensors, or modes, would be part of the capture, or look into it.
             against = bank.reason_before_step(training=True, look_at_grads=False)
             under = "anomaly detection" if torch.is_anomaly_enabled() else against and against.name
+            under = under or ("parametrize.cached()" if nn.utils.parametrize._cache_enabled else None)
             if self.verifier.pending:
                 has_gradients = changes.gradients_reason is None
                 if not self.captures.is_still_right(may_run=not under, has_gradients=has_gradients):
@@ -414,13 +415,12 @@ class GraphedModel:
 
     def _capture(self, kinds: set[VariantKey]) -> None:
         assert self._row is not None
-        due = self._due
         self.changes.make_room()
         self.captures.capture(self.captures.prepared(self.dispatcher.variants(kinds), self._row))
         # Nor has a bank captured any whose place this one has just taken.
-        self.changes.follow_capture(is_first=not due.captured)
-        due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
-        self.verifier.forget_except(due.due)
+        self.changes.follow_capture(is_first=not self._due.captured)
+        self._due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
+        self.verifier.forget_except(self._due.due)
 
     def break_step(self) -> None:
         """After a step that raised: what it may have left is freed before the next one."""
