@@ -29,6 +29,7 @@ void bind_watch(py::module_& m) {
   py::class_<ModuleWatch, std::shared_ptr<ModuleWatch>>(m, "ModuleWatch")
       .def(py::init<py::object, py::object>(), py::arg("find_modules"), py::arg("find_state"))
       .def("follow", &ModuleWatch::follow)
+      .def("follow_anew", &ModuleWatch::follow_anew)
       .def("expect_hooks", &ModuleWatch::expect_hooks)
       .def("expect_memory", &ModuleWatch::expect_memory, py::kw_only(), py::arg("grad"))
       .def("forget_gradients", &ModuleWatch::forget_gradients)

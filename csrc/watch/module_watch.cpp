@@ -80,6 +80,15 @@ bool ModuleWatch::follow() {
   return std::exchange(expected_.modules, now_.modules) != now_.modules || is_first;
 }
 
+void ModuleWatch::follow_anew() {
+  submodules_.reset();
+  seen_.reset();
+  follow();
+  look();
+  expected_.addresses = now_.addresses;
+  if (watches_gradients_) expected_.gradients = now_.gradients;
+}
+
 void ModuleWatch::expect_hooks() {
   look();
   expected_.hooks = now_.hooks;
@@ -168,10 +177,10 @@ void ModuleWatch::find_modules() {
   std::vector<Module> found;
   Hash hash;
   for (const py::handle item : find_modules_()) {
-    const auto pair = item.cast<py::tuple>();
-    const py::object module = pair[0];
+    const auto known = item.cast<py::tuple>();
+    const py::object module = known[0];
     hash.mix(serial_of(module.ptr()));
-    found.push_back({py::weakref(module), pair[1].cast<bool>()});
+    found.push_back({py::weakref(module), known[1].cast<bool>(), known[2].cast<bool>()});
   }
   modules_ = std::move(found);
   now_.modules = hash.value();
@@ -230,12 +239,11 @@ size_t ModuleWatch::read_modules() {
 
 void ModuleWatch::read_tensors(Module& module, PyObject* attributes) {
   static const py::str &parameters = interned("_parameters"), &buffers = interned("_buffers");
-  const bool is_read = module.is_read;
   for_each_entry(entry(attributes, parameters), module.versions,
                  [&](PyObject*, PyObject* parameter) {
-                   if (is_tensor(parameter)) read_parameter(parameter, is_read);
+                   if (is_tensor(parameter)) read_parameter(parameter, module.is_read);
                  });
-  if (!is_read) return;
+  if (!module.has_read_buffers) return;
   for_each_entry(entry(attributes, buffers), module.versions, [&](PyObject*, PyObject* buffer) {
     if (is_tensor(buffer)) buffers_.push_back(buffer);
   });

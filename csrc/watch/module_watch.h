@@ -37,13 +37,15 @@ namespace megagraph {
 class ModuleWatch {
  public:
   // None of the functions may hold the watch or a module.
-  // `find_modules`: asked again whenever a submodule has come or gone, for pairs of a module and
-  // whether graphs read its parameters and buffers. `find_state`: for a list of tensors that graphs
+  // `find_modules`: asked again whenever a submodule has come or gone, for each module with whether
+  // graphs read its parameters, and its buffers. `find_state`: for a list of tensors that graphs
   // write and that no module owns.
   ModuleWatch(pybind11::object find_modules, pybind11::object find_state);
 
   // Expects the modules of now. Whether others were expected, or none.
   bool follow();
+  // Asks again which modules graphs read, and expects all of it where it lies now.
+  void follow_anew();
   // Expects the hooks of now.
   void expect_hooks();
   // Expects everything where it lies now; main gradients with `grad` alone. From now on there is
@@ -78,7 +80,7 @@ class ModuleWatch {
  private:
   struct Module {
     pybind11::object reference;  // weak
-    bool is_read;
+    bool is_read, has_read_buffers;
     const PyObject* attributes = nullptr;  // its dictionary when it was read
     DictVersions versions{};               // of that one and of the tables in it
   };

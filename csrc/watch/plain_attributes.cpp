@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/watch/plain_attributes.h"
 
+#include <algorithm>
 #include <set>
 
 #include "csrc/watch/references.h"
@@ -13,6 +14,8 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
+constexpr int kDeepestHeld = 8;
+
 // A copy, as asking for tensors and comparing may run Python. Less what each module of torch has.
 py::dict attributes(const py::object& module) {
   const py::object& torchs_own = made_once(
@@ -24,27 +27,103 @@ py::dict attributes(const py::object& module) {
   return own;
 }
 
-// Calls `use` with each tensor of an attribute and its place in it, null if it is the attribute.
+// With the configurations in their attributes, and in those of these, each once.
+NamedModules with_configurations(NamedModules owners) {
+  std::set<PyObject*> known;
+  for (size_t i = 0; i < owners.size(); ++i) {
+    const auto [where, owner] = owners[i];  // a copy, since more come
+    const std::string prefix = where.empty() ? "" : where + ".";
+    for (const auto& [name, value] : attributes(owner)) {
+      if (!is_configuration(value.ptr()) || !known.insert(value.ptr()).second) continue;
+      owners.emplace_back(prefix + name.cast<std::string>(),
+                          py::reinterpret_borrow<py::object>(value));
+    }
+  }
+  return owners;
+}
+
+bool is_deque(PyObject* value) {
+  const py::object& type =
+      made_once([] { return py::object(py::module_::import("collections").attr("deque")); });
+  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type.ptr()));
+}
+
+// What a value of containers holds, with where in it that is. Of a copy: `use` may run Python.
 template <typename Use>
-void for_each_tensor(const py::handle& value, const Use& use) {
+void for_each_item(const py::handle& value, const Use& use) {
+  const auto place_of = [](const py::handle& place) {
+    return "[" + py::repr(place).cast<std::string>() + "]";
+  };
+  PyObject* const it = value.ptr();
+  if (PyDict_Check(it)) {
+    for (const auto& [key, item] : py::reinterpret_steal<py::dict>(PyDict_Copy(it))) {
+      use(place_of(key), py::reinterpret_borrow<py::object>(item));
+    }
+  } else if (PyList_Check(it) || PyTuple_Check(it) || is_deque(it)) {
+    size_t place = 0;
+    for (const py::handle item : py::tuple(py::reinterpret_borrow<py::object>(value))) {
+      use(place_of(py::int_(place++)), py::reinterpret_borrow<py::object>(item));
+    }
+  }
+}
+
+// Calls `use` with each tensor of an attribute and its place in it, empty if it is the attribute.
+template <typename Use>
+void for_each_tensor(const py::handle& value, const Use& use, const std::string& place = "",
+                     int depth = 0) {
   if (is_tensor(value.ptr())) {
-    use(py::object(), value);
-  } else if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
-    for (size_t i = 0; i < py::len(value); ++i) {
-      const py::object item = value[py::int_(i)];
-      if (is_tensor(item.ptr())) use(py::int_(i), item);
-    }
-  } else if (PyDict_Check(value.ptr())) {
-    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) {
-      if (is_tensor(item.ptr())) use(py::reinterpret_borrow<py::object>(key), item);
-    }
+    use(place, value);
+  } else if (depth < kDeepestHeld) {
+    for_each_item(value, [&](const std::string& inside, const py::object& item) {
+      for_each_tensor(item, use, place + inside, depth + 1);
+    });
   }
 }
 
 bool holds_tensor(const py::object& value) {
   bool found = false;
-  if (value) for_each_tensor(value, [&](const py::object&, const py::handle&) { found = true; });
+  if (value) for_each_tensor(value, [&](const std::string&, const py::handle&) { found = true; });
   return found;
+}
+
+// -- generators of random numbers --
+
+struct Generators {
+  py::object torchs = py::module_::import("torch").attr("Generator");
+  py::object torchs_default = py::module_::import("torch").attr("default_generator");
+  py::object pythons = py::module_::import("random").attr("Random");
+  py::object numpys = py::module_::import("numpy.random").attr("Generator");
+  py::object dumps = py::module_::import("pickle").attr("dumps");
+};
+
+const Generators& generators() {
+  return made_once([] { return Generators{}; });
+}
+
+// Where a generator of somebody's own stands; null of anything else.
+py::object stand_of(const py::handle& value) {
+  const Generators& known = generators();
+  if (py::isinstance(value, known.torchs) && !value.is(known.torchs_default)) {
+    return value.attr("get_state")();
+  }
+  if (py::isinstance(value, known.pythons)) return value.attr("getstate")();
+  if (py::isinstance(value, known.numpys)) return value.attr("bit_generator").attr("state");
+  return {};
+}
+
+void put_stand(const py::handle& generator, const py::object& stand) {
+  const Generators& known = generators();
+  if (py::isinstance(generator, known.torchs)) {
+    generator.attr("set_state")(stand);
+  } else if (py::isinstance(generator, known.pythons)) {
+    generator.attr("setstate")(stand);
+  } else {
+    generator.attr("bit_generator").attr("state") = stand;
+  }
+}
+
+py::object bytes_of(const py::object& stand) {
+  return generators().dumps(is_tensor(stand.ptr()) ? stand.attr("numpy")() : stand);
 }
 
 bool compares_equal(PyObject* one, PyObject* other) {
@@ -75,8 +154,10 @@ py::object content_of(const py::handle& value) {
     content = PyDict_Copy(it);
   } else if (PySet_Check(it)) {
     content = PySet_New(it);
+  } else if (is_deque(it)) {
+    content = PySequence_List(it);
   } else {
-    return {};
+    return stand_of(value);
   }
   if (content == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(content);
@@ -92,8 +173,21 @@ bool has_same_content(const py::object& before, const py::object& now) {
     }
     return true;
   }
-  if (!PyList_Check(now.ptr())) return compares_equal(before.ptr(), now.ptr());
+  if (PySet_Check(now.ptr())) return compares_equal(before.ptr(), now.ptr());
+  if (!PyList_Check(now.ptr()) && !is_deque(now.ptr())) {
+    return bytes_of(before).equal(bytes_of(stand_of(now)));
+  }
   return is_same(py::tuple(before).ptr(), py::tuple(now).ptr());
+}
+
+// What a value holds that may change while it stays the same object, and what is held in that.
+void append_contents(PlainAttributes::Contents& found, const py::object& value, int depth = 0) {
+  const auto is_it = [&](const auto& each) { return each.first.is(value); };
+  if (depth > kDeepestHeld || std::any_of(found.begin(), found.end(), is_it)) return;
+  if (const py::object content = content_of(value)) found.emplace_back(value, content);
+  for_each_item(value, [&](const std::string&, const py::object& item) {
+    append_contents(found, item, depth + 1);
+  });
 }
 
 }  // namespace
@@ -106,14 +200,12 @@ py::dict plain_tensors(const NamedModules& modules) {
     }
   }
   py::dict found;
-  for (const auto& [where, module] : modules) {
+  for (const auto& [where, module] : with_configurations(modules)) {
     const std::string prefix = where.empty() ? "" : where + ".";
     for (const auto& [attribute, value] : attributes(module)) {
       const std::string path = prefix + attribute.cast<std::string>();
-      for_each_tensor(value, [&](const py::object& place, const py::handle& tensor) {
-        if (!known.insert(tensor.ptr()).second) return;
-        const auto inside = place ? "[" + py::repr(place).cast<std::string>() + "]" : std::string();
-        found[py::str(path + inside)] = tensor;
+      for_each_tensor(value, [&](const std::string& inside, const py::handle& tensor) {
+        if (known.insert(tensor.ptr()).second) found[py::str(path + inside)] = tensor;
       });
     }
   }
@@ -122,10 +214,11 @@ py::dict plain_tensors(const NamedModules& modules) {
 
 PlainAttributes::PlainAttributes(NamedModules modules, py::object left_out)
     : left_out_(std::move(left_out)) {
-  for (auto& [where, module] : modules) {
+  for (auto& [where, module] : with_configurations(std::move(modules))) {
     Owner owner{std::move(where), module, {}};
     for (const auto& [name, value] : attributes(module)) {
-      Held held{py::reinterpret_borrow<py::object>(value), content_of(value)};
+      Held held{py::reinterpret_borrow<py::object>(value), {}};
+      append_contents(held.contents, held.value);
       owner.before.emplace_back(py::reinterpret_borrow<py::object>(name), std::move(held));
     }
     owners_.push_back(std::move(owner));
@@ -133,8 +226,11 @@ PlainAttributes::PlainAttributes(NamedModules modules, py::object left_out)
 }
 
 bool PlainAttributes::is_as_before(const Held& before, const py::object& now) {
+  const auto is_same_inside = [](const auto& each) {
+    return has_same_content(each.second, each.first);
+  };
   return is_same(before.value.ptr(), now.ptr()) &&
-         (!before.content || has_same_content(before.content, now));
+         std::all_of(before.contents.begin(), before.contents.end(), is_same_inside);
 }
 
 std::vector<PlainAttributes::Change> PlainAttributes::changes() const {
@@ -174,7 +270,7 @@ std::optional<std::string> PlainAttributes::put_back(bool leaves_values) const {
     if (!is_left_out && !said) said = in_words(change);
     if (leaves_values && !change.is_tensor && !is_left_out) continue;
     const py::object own = attributes_of(change.owner->module.ptr());
-    const auto& [value, content] = change.before;
+    const auto& [value, contents] = change.before;
     if (!value) {
       if (PyDict_DelItem(own.ptr(), change.name.ptr()) < 0) throw py::error_already_set();
       continue;
@@ -182,9 +278,15 @@ std::optional<std::string> PlainAttributes::put_back(bool leaves_values) const {
     if (PyDict_SetItem(own.ptr(), change.name.ptr(), value.ptr()) < 0) {
       throw py::error_already_set();
     }
-    if (content && !has_same_content(content, value)) {
-      value.attr("clear")();
-      value.attr(PyList_Check(value.ptr()) ? "extend" : "update")(content);
+    for (const auto& [held, content] : contents) {
+      if (has_same_content(content, held)) continue;
+      if (stand_of(held)) {
+        put_stand(held, content);
+        continue;
+      }
+      held.attr("clear")();
+      const bool is_sequence = PyList_Check(held.ptr()) || is_deque(held.ptr());
+      held.attr(is_sequence ? "extend" : "update")(content);
     }
   }
   return said;

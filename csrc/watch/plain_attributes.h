@@ -18,8 +18,9 @@
 // apart from fp8, statistics that are refused by name, and flags that the owner of a bank answers
 // for by name.
 //
-// Looked at are attributes, and what lists, tuples, sets and dictionaries in them hold, and nothing
-// deeper.
+// Looked at are attributes, those of dataclasses and namespaces in them, what lists, tuples, sets,
+// deques and dictionaries hold, eight deep, and where generators of random numbers stand. A site
+// that draws from one of its own stays eager: no verification tells draws from noise.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -39,6 +40,9 @@ pybind11::dict plain_tensors(const NamedModules& modules);
 
 class PlainAttributes {
  public:
+  // Objects, and what they held: copies, or where a generator stood.
+  using Contents = std::vector<std::pair<pybind11::object, pybind11::object>>;
+
   // Of names that are left out nothing is said.
   PlainAttributes(NamedModules modules, pybind11::object left_out);
 
@@ -48,8 +52,8 @@ class PlainAttributes {
 
  private:
   struct Held {
-    pybind11::object value;    // null: there was none
-    pybind11::object content;  // a copy, of what may change while it stays the same object
+    pybind11::object value;  // null: there was none
+    Contents contents;       // of what may change while it stays the same object
   };
   struct Owner {
     std::string where;

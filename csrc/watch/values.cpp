@@ -12,6 +12,7 @@
 #include "csrc/watch/serials.h"
 #include "csrc/torch/made_once.h"
 #include "csrc/torch/python_tensors.h"
+#include "csrc/torch/storages.h"
 
 namespace py = pybind11;
 
@@ -215,9 +216,9 @@ size_t ValueHasher::of_tensor(PyObject* value) {
   if (is_plain_tensor(value)) mix_address(hash, tensor);
   hash.mix(size_t{tensor.requires_grad()});
   meet_mutable();  // it may be given other memory or another form
-  if (stored && reads_scalars_ && tensor.dim() == 0 && tensor.is_cpu()) {
+  if (stored && reads_scalars_ && may_be_numbers(tensor)) {
     const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
-    for (size_t i = 0; i < tensor.itemsize(); ++i) hash.mix(size_t{bytes[i]});
+    for (size_t i = 0; i < tensor.nbytes(); ++i) hash.mix(size_t{bytes[i]});
   }
   return hash.value();
 }

@@ -6,9 +6,9 @@
 // lists, slices, sets and, in their order, dictionaries of values; dataclasses and namespaces (a
 // model's configuration), attribute by attribute in any order, and objects whose slots are all that
 // they have. By identity: modules, functions and other callables, classes, and every other
-// object. A tensor is one object at one address, in one form; one without dimensions that stays on
-// the host beside graphs on a device is its number besides, which a kernel takes by value. Contents
-// end at a depth of eight, and at 4,096 entries of one container; what is met again is hashed once.
+// object. A tensor is one object at one address, in one form; one of a few entries that stays on
+// the host beside graphs on a device is its numbers besides, which calls read. Contents end at a
+// depth of eight, and at 4,096 entries of one container; what is met again is hashed once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ namespace megagraph {
 
 class ValueHasher {
  public:
-  // `reads_scalars`: the number of tensors without dimensions on the host, too.
+  // `reads_scalars`: the numbers in tensors on the host that hold few, too.
   explicit ValueHasher(bool reads_scalars = false) : reads_scalars_(reads_scalars) {}
   // `dicts` takes the dictionaries that are met, outer ones first, where each change of them is a
   // change of a dictionary: those inside of a list or a set are not. Among them are those of the

@@ -99,13 +99,14 @@ IGNORED_ATTRIBUTES = frozenset(
 )
 
 
-def _modules_of(specs: Sequence[SiteSpec]) -> list[tuple[nn.Module, bool]]:
-    """The modules of the sites that are there, and whether graphs read their parameters and buffers."""
+def _modules_of(specs: Sequence[SiteSpec], out: Collection[int]) -> list[tuple[nn.Module, bool, bool]]:
+    """The modules of the sites that are there, and whether graphs read parameters and buffers of theirs."""
+    # New parameters may let sites in that are `out`; their buffers may be others after each call.
     # Which has cosines that a longer pack replaces. Graphs read their own tables: graphs/layer_arguments.py.
     yarn = YARN_EMBEDDING.owner()
     return [
-        (module, module in owners and not isinstance(module, yarn))
-        for spec in specs
+        (module, is_read := module in owners and not isinstance(module, yarn), is_read and index not in out)
+        for index, spec in enumerate(specs)
         if not spec.is_gone
         for owners in [{*spec.owners()}]
         for module in spec.modules()
@@ -135,10 +136,10 @@ class LayerWatch(_C.ModuleWatch):
         is_expected_hook: Callable[[Callable[..., Any]], bool],
         stay_eager: Collection[int] = (),
     ) -> None:
-        super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs))
+        self.stay_eager = out = {*stay_eager}  # one set, which the first function knows
+        super().__init__(lambda: _modules_of(specs, out), lambda: _state_of(specs))
         self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
         self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
-        self.stay_eager = {*stay_eager}
         self.follow_modules()
 
     def follow_modules(self) -> None:
@@ -190,7 +191,8 @@ class LayerWatch(_C.ModuleWatch):
         """Takes layers that stay eager out of the state. Whether its hash is another one from now on."""
         if {*stay_eager} == self.stay_eager:
             return False
-        self.stay_eager = {*stay_eager}
+        self.stay_eager ^= self.stay_eager ^ {*stay_eager}
+        self.follow_anew()
         self._watch_state()
         return True
 

@@ -5,9 +5,13 @@ leaves them alone, and no replay works on one that is gone. Gradients are added 
 import contextlib
 import copy
 import gc
+import pickle
+import random
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import numpy
@@ -289,6 +293,36 @@ def test_a_site_that_binds_another_tensor_or_value_stays_eager(device: str, name
     assert f"attribute {attribute!r} of Keeps '0' {what}" in pair.failure(1, EagerReason.CAPTURE_FAILED)
     pair.replay_steps(3, CAPTURE_FAILED=3)
     assert repr(vars(keeps).get(attribute)) == repr(vars(eager_one(pair)).get(attribute))
+
+
+# What a call changes inside of one value.
+INSIDE: Keeping = {
+    "a namespace": (lambda it, _: vars(it.own).update(calls=it.own.calls + 1), {"own": Namespace(calls=0)}),
+    "a nested dictionary": (
+        lambda it, _: it.own["a"].update(n=it.own["a"]["n"] + 1),
+        {"own": {"a": {"n": 0}}},
+    ),
+    "a deque": (lambda it, _: it.own.append(it.own[-1] + 1), {"own": deque([0], maxlen=2)}),
+    "Python's generator": (lambda it, _: it.own.random(), {"own": random.Random(0)}),
+    "numpy's generator": (lambda it, _: it.own.random(), {"own": numpy.random.default_rng(0)}),
+    "torch's generator": (lambda it, _: torch.rand(1, generator=it.own), {"own": torch.Generator()}),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_a_call_changes_inside_of_a_value_is_put_back_and_its_site_stays_eager(
+    device: str, name: str
+) -> None:
+    """Bug: a capture counted or drew as well, and verification took draws for noise."""
+    keep, given = INSIDE[name]
+    keeps = Keeps(keep, **copy.deepcopy(given))
+    pair = Pair(device, [Block(), nn.Sequential(keeps, Block())])
+    before = pickle.dumps(keeps.own)
+    pair.capture()
+    assert pickle.dumps(keeps.own) == before
+    assert "has another value after a call" in pair.failure(1, EagerReason.CAPTURE_FAILED)
+    pair.replay_steps(3, CAPTURE_FAILED=3)
+    assert pickle.dumps(keeps.own) == pickle.dumps(eager_one(pair).own) != before
 
 
 class Kept(dict[str, int]):

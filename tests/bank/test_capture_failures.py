@@ -6,7 +6,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,7 +32,7 @@ class Troubled(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
         self.trouble, self.in_backward, self.at_pass = trouble, in_backward, at_pass
-        self.passes = SimpleNamespace(left=0)  # no value of the module's own, which no call may change
+        self.passes = mock.Mock(left=0)  # no value of the module's own, which no call may change
 
     def arm(self) -> None:
         self.passes.left = self.at_pass

@@ -90,6 +90,21 @@ def test_a_layer_that_fails_in_each_capture_is_reported_once(caplog: pytest.LogC
     assert caplog.text.count("CAPTURE_FAILED") == caplog.text.count("an injected failure") == 1
 
 
+def test_a_layer_that_binds_another_buffer_in_each_call_costs_one_capture(caplog: Any) -> None:
+    """Bug: one in each step, of the whole model, whose graphs nobody verified."""
+
+    def binds(model: Any) -> None:
+        mlp = _mlp(model)
+        mlp.register_buffer("seen", torch.zeros(()))
+        rig.changes_output(mlp, lambda out: (setattr(mlp, "seen", mlp.seen + 1), out)[1])
+
+    caplog.set_level("INFO")
+    pair = rig.Pair(layers=LAYERS, prepare=binds)
+    pair.step(rig.ONE, times=5)
+    pair.ran(4 * (LAYERS - 1), failures=1, WARMING_UP=LAYERS, CAPTURE_FAILED=4)
+    assert caplog.text.count(": captured ") == 1
+
+
 def test_a_capture_that_fails_as_a_whole_is_tried_again_only_if_something_changes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -481,7 +481,7 @@ def test_every_value_has_a_name_and_words_and_one_that_holds_itself_ends() -> No
 @pytest.mark.parametrize(("device", "is_part"), [("cuda", True), ("cpu", False)])
 def test_a_scalar_on_the_host_is_its_number_beside_graphs_on_a_device(device: str, is_part: bool) -> None:
     """Bug: kernels take its value, and a write in place was none. Graphs on the host read its memory."""
-    layer, scale, table = Layer(), torch.tensor(2.0), torch.tensor([2.0])
+    layer, scale, table = Layer(), torch.tensor([2.0]), torch.arange(9.0)
     layer.scale, layer.table = scale, table
     watch = watch_of(layer, device=device)
     before = watch.now(True)

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "csrc/torch/nodes.h"
+#include "csrc/torch/storages.h"
 #include "csrc/torch/version_counter.h"
 
 namespace megagraph {
@@ -208,8 +209,8 @@ at::Tensor ReadTrace::trainable(const std::vector<at::Tensor>& known) {
 }
 
 std::string ReadTrace::number_of(const at::Tensor& tensor) const {
-  if (device_.is_cpu() || !tensor.is_cpu() || tensor.dim() > 0) return {};
-  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.itemsize()};
+  if (device_.is_cpu() || !may_be_numbers(tensor)) return {};
+  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
 void ReadTrace::keep(const std::vector<at::Tensor>& known) {
