@@ -33,48 +33,17 @@ def group(size: int, rank: int = 0) -> Any:
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
-class Megatrons:
-    """Megatron's functions. They double what they are given, and note how."""
+def tail(t: Tensor, filler: float) -> Tensor:
+    out = torch.zeros_like(t)
+    out[ENDS[-1] :] = filler
+    return out
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
 
-    def packed(
-        self,
-        t: Tensor,
-        cu_seqlens: Tensor,
-        freqs: Tensor,
-        rotary_interleaved: bool = False,
-        mla_rotary_interleaved: bool = False,
-        mscale: float = 1.0,
-        cp_group: Any = None,
-        **more: bool,
-    ) -> Tensor:
-        asked = {"mla_rotary_interleaved": True} if mla_rotary_interleaved else {}
-        self.calls.append({"cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": cp_group, **asked, **more})
-        return self.doubled(t, cu_seqlens)
-
-    def of_a_host(
-        self, t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, cp_group: Any = None
-    ) -> Tensor:
-        """In place of the name that attention calls."""
-        self.calls.append({"cu_seqlens": cu_seqlens, "cp_group": cp_group})
-        return self.doubled(t, cu_seqlens)
-
-    def fused(self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-        """Transformer Engine's, as Megatron calls it."""
-        self.calls.append({"cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": cp_rank})
-        return self.doubled(t, cu_seqlens)
-
-    def doubled(self, t: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """With what a kernel leaves in the tail of a pack that does not write it."""
-        return t * 2 if cu_seqlens is None else t * 2 + self.tail(t, NAN)
-
-    @staticmethod
-    def tail(t: Tensor, filler: float) -> Tensor:
-        out = torch.zeros_like(t)
-        out[ENDS[-1] :] = filler
-        return out
+@pytest.fixture
+def theirs() -> mock.Mock:
+    """A function in place of Megatron's: doubles rows, with what a kernel leaves that writes no tail."""
+    made = mock.Mock(side_effect=lambda t, *_, **__: t * 2 + tail(t, NAN))
+    return functools.wraps(seams.PACKED_ROPE.function())(made)
 
 
 def canonical(*ends: int) -> Tensor:
@@ -92,48 +61,49 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     return t, torch.randn(TOKENS, 1, 1, WIDTH, generator=generator), canonical(*ENDS)
 
 
-def test_a_pack_as_it_was_given_and_a_call_that_asks_for_more_are_megatrons_own_business() -> None:
-    theirs, alone = Megatrons(), group(1)
-    t, freqs, cu_seqlens = operands()
-    given = torch.tensor(ENDS, dtype=torch.int32)
-    assert wrap_rope(theirs.packed)(t, given, freqs, mscale=SCALE, cp_group=alone)[ENDS[-1] :].isnan().all()
-    assert wrap_fused_rope(theirs.fused)(t, given, freqs, 1, 0)[ENDS[-1] :].isnan().all()
-    assert wrap_hosts_rope(theirs.of_a_host)(t, freqs, None, cu_seqlens=given)[ENDS[-1] :].isnan().all()
-    wrap_hosts_rope(theirs.of_a_host)(t, freqs, None)
-    assert theirs.calls == [
-        {"cu_seqlens": given, "mscale": SCALE, "cp_group": alone},
-        {"cu_seqlens": given, "cp_size": 1, "cp_rank": 0},
-        {"cu_seqlens": given, "cp_group": None},
-        {"cu_seqlens": None, "cp_group": None},
+def test_a_pack_as_given_and_a_call_that_asks_for_more_are_megatrons_business(theirs: mock.Mock) -> None:
+    alone, (t, freqs, cu_seqlens), given = group(1), operands(), torch.tensor(ENDS, dtype=torch.int32)
+    rope, fused, of_a_host = (wrap(theirs) for wrap in (wrap_rope, wrap_fused_rope, wrap_hosts_rope))
+    assert rope(t, given, freqs, mscale=SCALE, cp_group=alone)[ENDS[-1] :].isnan().all()
+    assert fused(t, given, freqs, 1, 0)[ENDS[-1] :].isnan().all()
+    assert of_a_host(t, freqs, None, cu_seqlens=given)[ENDS[-1] :].isnan().all()
+    of_a_host(t, freqs, None)
+    assert [(call.args[1:], call.kwargs) for call in theirs.call_args_list] == [
+        ((given, freqs), {"mscale": SCALE, "cp_group": alone}),
+        ((given, freqs, 1, 0), {}),
+        ((freqs, None), {"cu_seqlens": given}),
+        ((freqs, None), {}),
     ]
-    theirs.calls.clear()
-    rope = wrap_rope(theirs.packed)
+    theirs.reset_mock()
     rope(t, cu_seqlens, freqs, False, True, SCALE, alone, more=True)
-    assert [(call["mla_rotary_interleaved"], call["more"]) for call in theirs.calls] == [(True, True)]
-    assert theirs.calls[0]["cu_seqlens"] is cu_seqlens and theirs.calls[0]["cp_group"] is alone
+    (call,) = theirs.call_args_list
+    assert call.args[1] is cu_seqlens and [*call.kwargs.values()] == [False, True, SCALE, alone, True]
     rope(t, cu_seqlens, freqs, False, True, SCALE, alone, more=False)
-    assert len(theirs.calls) == 1
+    assert theirs.call_count == 1
     rope(t, cu_seqlens, freqs)  # which says that it wants a group
-    assert len(theirs.calls) == 2
+    assert theirs.call_count == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("whose", ["the engine's", "a host's"])
-def test_a_foreign_rope_runs_and_its_tail_is_zero_there_and_back(whose: str, ranks: int) -> None:
+def test_a_foreign_rope_has_a_tail_of_zeros_there_and_back(theirs: Any, whose: str, ranks: int) -> None:
     """It leaves rows past the last offset as it finds them. Offsets are those of all ranks."""
-    megatrons = Megatrons()
     t, freqs, _ = operands()
-    cu_seqlens, of_ranks = canonical(*(ranks * end for end in ENDS)), group(ranks)
+    cu_seqlens = canonical(*(ranks * end for end in ENDS))
     t.requires_grad_()
     if whose == "a host's":
-        out = wrap_hosts_rope(megatrons.of_a_host)(t, freqs, None, cu_seqlens=cu_seqlens, cp_group=of_ranks)
-        assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "cp_group": of_ranks}]
+        wrap, args, given = (
+            wrap_hosts_rope,
+            (freqs, None),
+            {"cu_seqlens": cu_seqlens, "cp_group": group(ranks)},
+        )
     else:
-        out = wrap_fused_rope(megatrons.fused)(t, cu_seqlens, freqs, cp_size=ranks, cp_rank=0)
-        assert megatrons.calls == [{"cu_seqlens": cu_seqlens, "cp_size": ranks, "cp_rank": 0}]
+        wrap, args, given = wrap_fused_rope, (cu_seqlens, freqs), {"cp_size": ranks, "cp_rank": 0}
+    out = wrap(theirs)(t, *args, **given)
+    assert [(call.args[1:], call.kwargs) for call in theirs.call_args_list] == [(args, given)]
     assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]]) and not out[ENDS[-1] :].any()
-    out.backward(torch.ones_like(out) + megatrons.tail(out, NAN))
-    assert t.grad is not None and torch.equal(t.grad, 2 + megatrons.tail(t, -2.0))
+    out.backward(torch.ones_like(out) + tail(out, NAN))
+    assert t.grad is not None and torch.equal(t.grad, 2 + tail(t, -2.0))
 
 
 def test_a_foreign_rope_may_hand_out_rows_in_another_order() -> None:
