@@ -212,9 +212,7 @@ def test_a_script_runs_so_many_steps_and_its_packs_are_counted(files: Files, cap
 
 
 @pytest.mark.megatron
-def test_people_read_the_table_to_paste_and_the_verdict_last(
-    files: Files, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_people_read_a_table_to_paste_and_a_verdict_last(files: Files, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(files.script(ENDLESS, "a_job.py").parent)
     command = ["advise", "--steps", "24", "--config", str(files.toml()), "-m", "a_job", "60", "pass"]
     assert main(command) == 0

@@ -80,9 +80,7 @@ REFUSED = "megagraph is installed already, with other options (mode is graph, no
 
 
 @pytest.mark.megatron
-def test_a_script_replays_and_may_ask_for_what_is_installed_already_and_for_nothing_else(
-    start: Start, files: Files
-) -> None:
+def test_a_script_replays_and_may_ask_for_what_is_there_and_nothing_else(start: Start, files: Files) -> None:
     """If the first install() is what imports Megatron, the other one waits for that."""
     variables = {"CONFIG": str(files.toml()), "VERIFY": "3", "REPORT": str(files.folder / "report.json")}
     done = start(files.script(ASKS + TRAINING), "4", "pass", AUTO="1", **variables)

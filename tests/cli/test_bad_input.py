@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from pytest import CaptureFixture, MonkeyPatch, TempPathFactory
+from pytest import CaptureFixture, MonkeyPatch
 
 import megagraph
 from megagraph.cli import main
@@ -175,9 +175,7 @@ def test_of_variables(refused: Refused, monkeypatch: MonkeyPatch, typed: str, sa
 
 
 @pytest.mark.parametrize(("typed", "said"), cases(TOML))
-def test_of_a_file(
-    refused: Refused, tmp_path_factory: TempPathFactory, monkeypatch: MonkeyPatch, typed: str, said: str
-) -> None:
+def test_of_a_file(refused: Refused, tmp_path_factory: Any, monkeypatch: Any, typed: str, said: str) -> None:
     path = tmp_path_factory.mktemp("config") / "bad.toml"
     path.write_text(f"[megagraph]\n{typed}\n")
     assert refused("run", "--config", str(path), "script.py").startswith(f"megagraph run: {path}: {said}")

@@ -97,9 +97,7 @@ def test_without_capacities_a_warm_up_learns_them(compare: Compare, texts: list[
     assert re.search(r"\d+ tokens, \d+ documents", capsys.readouterr().out)
 
 
-def test_what_it_prints_and_writes_the_same_but_for_time_when_it_runs_again(
-    demo: Demo, texts: list[str], tmp_path: Path, capsys: Capture
-) -> None:
+def test_it_prints_and_writes_the_same_again(demo: Demo, texts: Any, tmp_path: Path, capsys: Capture) -> None:
     """`megagraph report` could not read what `megagraph demo --json` wrote."""
     read = []
     for name in ("first.json", "result.json"):
@@ -128,9 +126,7 @@ def test_what_it_prints_and_writes_the_same_but_for_time_when_it_runs_again(
     assert re.search(rf"layer calls\W+{CALLS}\b", capsys.readouterr().out)
 
 
-def test_a_run_without_a_replay_ends_with_3_and_says_what_to_change(
-    compare: Compare, files: Files, capsys: Capture
-) -> None:
+def test_without_a_replay_it_ends_with_3_and_a_remedy(compare: Compare, files: Files, capsys: Any) -> None:
     """It printed 'bit-equal' and ended with 0, although no graph had run."""
     assert ExitCode.NOTHING_REPLAYED == 3
     data = files.jsonl(*[{"length": 8}] * 8)

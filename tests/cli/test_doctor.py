@@ -18,9 +18,7 @@ AS_JSON = "doctor", "--json"
 
 
 @pytest.mark.megatron
-def test_an_installation_is_told_with_its_versions_and_the_exit_code_says_whether_it_fits(
-    capsys: Any, monkeypatch: Any
-) -> None:
+def test_an_installation_is_told_with_versions_and_whether_it_fits(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
     monkeypatch.setenv("MEGAGRAPH_CAPACITIES", "8:2")
     assert main([*AS_JSON]) == 0

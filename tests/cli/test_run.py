@@ -28,9 +28,7 @@ def seen(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_module", [False, True], ids=["a script", "a module"])
-def test_what_runs_is_main_with_its_own_arguments_as_with_python(
-    files: Files, monkeypatch: MonkeyPatch, is_module: bool
-) -> None:
+def test_what_runs_is_main_with_its_own_arguments(files: Files, monkeypatch: Any, is_module: bool) -> None:
     package = files.folder / "a_package"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -62,9 +62,7 @@ class OwnMicro(SharedMicro):
         return params
 
 
-def steps_of(
-    count: int, size: int, *, misfits: bool = False, has_tails: bool = True
-) -> list[list[SharedMicro]]:
+def steps_of(count: int, size: int, *, misfits: bool = False, has_tails: bool = True) -> list[list[Any]]:
     """Packs of documents that ranks can share, padded; another one in each micro-batch."""
     generator = torch.Generator().manual_seed(17)
 
@@ -230,9 +228,7 @@ def beside_one_process(
 STEPS = 2  # one warms up
 
 
-def new_trainer(
-    *, model: dict[str, Any] | None = None, cp_sizes: tuple[int, ...] = (1, 2), **config: Any
-) -> Trainer:
+def new_trainer(*, model: Any = None, cp_sizes: tuple[int, ...] = (1, 2), **config: Any) -> Trainer:
     install(cp_sizes=cp_sizes, **(ROUTERS if "experts" in (model or {}) else {}))
     return make_trainer(config={"calculate_per_token_loss": True, **config}, **(model or {}))
 

@@ -121,9 +121,7 @@ def _host_model(
     return model
 
 
-def frozen_model(
-    seed: int, model_class: type = GPTModel, block_class: type | None = None
-) -> tuple[nn.Module, nn.Module]:
+def frozen_model(seed: int, model_class: type = GPTModel, block_class: type | None = None) -> tuple[Any, Any]:
     """A model that is never trained and that no DDP has seen, and what is called in its place."""
     torch.manual_seed(seed)
     model = _host_model(model_class, block_class, rig.OPTIONS, transformer_config(rig.OPTIONS))
@@ -155,9 +153,7 @@ class HostTrainer(rig.ModelTrainer):
         return model
 
 
-def host_pair(
-    model_class: type = GPTModel, block_class: type | None = None, times: int = 0, **given: Any
-) -> rig.Pair:
+def host_pair(model_class: Any = GPTModel, block_class: Any = None, times: int = 0, **given: Any) -> rig.Pair:
     """Two models of these classes and of the same weights, after steps of both whose packs change."""
     pair = rig.Pair(HostTrainer, model_class=model_class, block_class=block_class, **given)
     for index in range(times):
@@ -298,6 +294,7 @@ def swift_pack(micro: rig.Micro, device: Any) -> Any:
 # -- calls: from a pack to a value for each token --------------------------------------------------
 
 Call = Callable[[Any, rig.Micro, Any], Tensor]  # of a model, a micro-batch and its pack
+Values = Callable[[Any, Any], Tensor]  # of a model, and a micro-batch or what begins with one
 
 
 def _asked(
@@ -332,18 +329,11 @@ def labels_call(model: Any, micro: rig.Micro, params: Any, rows: int | None = No
 full_rows_call = partial(labels_call, rows=rig.OPTIONS.max_tokens)
 
 
-def _fused_hook(
-    *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    labels: Tensor,
-    packed_seq_params: Any,
-    context: Any,
-    **_: Any,
-) -> Any:
+def _fused_hook(*, output_layer: Any, labels: Tensor, context: Any, **given: Any) -> Any:
     """What stands for verl's fused kernel: from hidden states to losses in one go. Sees the pack as given."""
-    assert packed_seq_params is context["pack"]
-    return {"losses": _losses(output_layer(hidden_states)[0][:, 0] / context["temperature"], labels[0])}
+    assert given["packed_seq_params"] is context["pack"]
+    logits = output_layer(given["hidden_states"])[0][:, 0]
+    return {"losses": _losses(logits / context["temperature"], labels[0])}
 
 
 def fused_hook_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
@@ -356,14 +346,7 @@ def fused_hook_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
 # -- phases ----------------------------------------------------------------------------------------
 
 
-def run_phase(
-    model: Any,
-    items: Sequence[Any],
-    values: Callable[[Any, Any], Tensor],
-    *,
-    forward_only: bool = False,
-    **schedule: Any,
-) -> list[Tensor]:
+def run_phase(model: Any, items: Sequence[Any], values: Values, **schedule: Any) -> list[Tensor]:
     """Megatron's schedule over micro-batches, or tuples that begin with one. Returns their values, [T] each.
     The loss is the mean of `values(model, item)` over the rows that have a label."""
 
@@ -373,7 +356,7 @@ def run_phase(
         found = values(chunk, item)
         return found, partial(rig.mean_loss, mask=micro.row_lists()[2].to(found.device))
 
-    results = rig.run_schedule(model, forward_step, items, len(items), forward_only=forward_only, **schedule)
+    results = rig.run_schedule(model, forward_step, items, len(items), **schedule)
     return [result["losses"] for result in results]
 
 
@@ -382,9 +365,7 @@ def values_of(model: Any, micro: rig.Micro) -> Tensor:
     return verl_call(model, micro, micro.params(next(model.parameters()).device))
 
 
-def log_probs(
-    model: Any, micros: Sequence[rig.Micro], values: Callable[[Any, Any], Tensor] = values_of, **schedule: Any
-) -> list[Tensor]:
+def log_probs(model: Any, micros: Any, values: Values = values_of, **schedule: Any) -> list[Tensor]:
     """Through the schedule, forward only, in evaluation mode."""
     with rig.evaluating(model):
         return run_phase(model, micros, values, forward_only=True, **schedule)

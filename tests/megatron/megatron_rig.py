@@ -141,9 +141,7 @@ def forward(model: Any, micro: Micro, device: torch.device) -> tuple[Tensor, Any
     return model(**micro.given(device)), partial(mean_loss, mask=micro.row_lists()[2].to(device))
 
 
-def run_schedule(
-    model: Any, forward_step: Callable[..., Any], data: Iterable[Any], count: int, **options: Any
-) -> list[dict[str, Tensor]]:
+def run_schedule(model: Any, forward_step: Any, data: Any, count: int, **options: Any) -> list[Any]:
     """Megatron's own schedule over `count` micro-batches. Returns what each leaves."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -157,17 +155,13 @@ def run_schedule(
     )
 
 
-def schedule(
-    model: Any, micros: Iterable[Micro], count: int, device: torch.device, *, forward_only: bool = False
-) -> list[Tensor]:
+def schedule(model: Any, micros: Iterable[Micro], count: int, device: Any, **options: Any) -> list[Tensor]:
     """The schedule over plain micro-batches. Returns the losses of each, a row a token."""
 
-    def forward_step(
-        data: Iterator[Micro], chunk: Any, return_schedule_plan: bool = False
-    ) -> tuple[Tensor, Any]:
+    def forward_step(data: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Tensor, Any]:
         return forward(chunk.build_schedule_plan if return_schedule_plan else chunk, next(data), device)
 
-    results = run_schedule(model, forward_step, micros, count, forward_only=forward_only)
+    results = run_schedule(model, forward_step, micros, count, **options)
     return [result["losses"] for result in results]
 
 
@@ -407,9 +401,7 @@ def report_of(trainer: Trainer) -> dict[str, Any]:
 FIGURES = {"graphs", "calls", "layers", "sites", "verified", "unverified"}
 
 
-def ran(
-    report: dict[str, Any], replays: int | None = None, *, failures: int = 0, **counts: int
-) -> dict[str, Any]:
+def ran(report: Any, replays: int | None = None, *, failures: int = 0, **counts: int) -> dict[str, Any]:
     """A report with these layer calls that replayed and, by their reasons, that ran eager, and no others.
     What is named like one of the report's figures is that figure."""
     found = {**report, **report["verification"]}
@@ -502,9 +494,7 @@ def compare_runs(
 class Pair:
     """Two models of the same weights: one trains eager, the other with graphs, by options of the plugin."""
 
-    def __init__(
-        self, make: Make = ModelTrainer, *, plugin: dict[str, Any] | None = None, **given: Any
-    ) -> None:
+    def __init__(self, make: Make = ModelTrainer, *, plugin: Any = None, **given: Any) -> None:
         if installed_plugin() is None:
             megagraph.install(graph_config(**(plugin or {})))
         self.eager, self.graphed = make(**given), make(**given)

@@ -114,9 +114,7 @@ def hearing(level: int) -> Iterator[list[str]]:
 # -- models with experts, each rank on packs of its own --------------------------------------------------
 
 
-def train_experts(
-    *, scopes: Sequence[str], plugin: dict[str, Any] | None = None, **options: Any
-) -> dict[str, Any]:
+def train_experts(*, scopes: Sequence[str], plugin: Any = None, **options: Any) -> dict[str, Any]:
     """As `train_pair()`, which takes `options`; what is left of them is of the model."""
     plugin = {"cuda_graph_modules": scopes, **(plugin or {})}
     options = {"own_packs": True, **options}

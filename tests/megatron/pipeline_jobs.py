@@ -121,9 +121,7 @@ LAYERS: dict[str, BlockSpec] = {
 }
 
 
-def steps_of(
-    schedule: StageSchedule, count: int, *, misfits: bool, even: bool, most: int
-) -> list[list[rig.Micro]]:
+def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool, most: int) -> list[list[Any]]:
     """Steps of the least, the most and another legal number of packs, others on ranks that share experts."""
     own = parallel_state.get_expert_model_parallel_rank()
     numbers = [number for number in range(1, most + 1) if schedule.is_legal(number)]

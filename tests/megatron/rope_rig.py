@@ -3,18 +3,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, ModelTrainer, Run, graph_config, hands, train
+from megatron_rig import CAPACITY, OPTIONS, Make, Micro, ModelTrainer, Run, graph_config, hands, train
 from same_bits import assert_same_bits
 from torch import Tensor
 
 from megagraph._C import Capacity
-from megagraph.demo.trainer import Trainer
 
 MODES = ("off", "eager", "graph")
+Steps = Sequence[Sequence[Micro]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ SHAPES = [(10, 30, 24), (32, 32), (20, 8, 30, 6), (2, 2, 28, 32), (16, 16, 16, 1
 
 
 def canonical_steps(
-    capacity: Capacity, count: int, shapes: Sequence[tuple[int, ...]] = SHAPES, **further: Any
+    capacity: Capacity, count: int, shapes: Any = SHAPES, **further: Any
 ) -> list[list[Micro]]:
     return [
         [
@@ -76,8 +76,8 @@ def canonical_steps(
 
 def run(
     mode: str,
-    steps: Sequence[Sequence[Micro]],
-    make: Callable[..., Trainer] = ModelTrainer,
+    steps: Steps,
+    make: Make = ModelTrainer,
     given: dict[str, Any] | None = None,  # to `make`
     **changes: Any,  # of the plugin's config
 ) -> Run:
@@ -86,10 +86,7 @@ def run(
 
 
 def three_modes(
-    steps: Sequence[Sequence[Micro]],
-    make: Callable[..., Trainer] = ModelTrainer,
-    capacities: Sequence[Capacity] = (CAPACITY,),
-    **given: Any,
+    steps: Steps, make: Make = ModelTrainer, capacities: Any = (CAPACITY,), **given: Any
 ) -> dict[str, Run]:
     """The same run in each mode, all of the same bits."""
     runs = {mode: run(mode, steps, make, given, capacities=tuple(capacities)) for mode in MODES}
@@ -98,7 +95,7 @@ def three_modes(
     return runs
 
 
-def padded_modes(steps: Sequence[Sequence[Micro]], **given: Any) -> tuple[Run, Run]:
+def padded_modes(steps: Steps, **given: Any) -> tuple[Run, Run]:
     """The runs of mode `eager` and of graphs, of the same bits; Megatron's losses differ by roundings."""
     off, eager, graphed = (run(mode, steps, given=given) for mode in MODES)
     assert_same_bits(eager, graphed)

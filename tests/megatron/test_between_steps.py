@@ -139,9 +139,7 @@ def test_nothing_is_captured_under_somebodys_mode(pair: rig.Pair) -> None:
     [({}, False), ({}, True), (OVERLAP, True)],  # with overlap, Megatron itself refuses more than one
     ids=["reduced-each-time", "reduced-once", "overlapped-once"],
 )
-def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
-    ddp: dict[str, Any], reduces_once: bool
-) -> None:
+def test_gradients_of_several_schedules_add_up_as_in_eager(ddp: dict[str, Any], reduces_once: bool) -> None:
     """Before one optimizer step, with no gradient zeroed in between."""
     pair = rig.Pair(ddp=ddp)
     *calls, last = [[rig.ONE, rig.TWO], [rig.OTHER], [rig.TWO, rig.OTHER, rig.ONE]]
@@ -195,9 +193,7 @@ def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(p
     pair.ran(replays, WARMING_UP=(3 + 2) * rig.LAYERS, **first_of_steps)
 
 
-def test_what_cannot_be_captured_under_other_settings_is_tried_once(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_captured_in_other_settings_is_tried_once(trainer: Trainer, monkeypatch: Any) -> None:
     """Bug: it was tried again before every step."""
     captures = noting(monkeypatch, Bank, "capture")
     for layer in trainer.chunk.decoder.layers:
@@ -295,9 +291,7 @@ def _with_reference_passes(trainer: Trainer, where: str) -> rig.Step:
 
 
 @pytest.mark.parametrize("where", ["before", "after", "in the backward", "under a hook"])
-def test_passes_in_modes_that_no_step_begins_in_replay_once_no_micro_batch_is_in_flight(
-    where: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_passes_in_modes_no_step_begins_in_replay_once_nothing_is_in_flight(where: str, caplog: Any) -> None:
     """Else they stay eager, and the log says so once; what the step begins with replays in any case."""
 
     def doubles_in_evaluation(chunk: Any) -> None:
@@ -343,9 +337,7 @@ def test_nothing_is_captured_in_inference_mode_nor_replayed(contexts: Any, insta
 @pytest.mark.parametrize(
     ("modules", "dropout"), [(("core_attn", "mlp"), 0.0), (("core_attn",), 0.2), (("mlp",), 0.2)]
 )
-def test_selective_recompute_inside_a_layer_has_eager_bits(
-    modules: tuple[str, ...], dropout: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selective_recompute_in_layers_has_eager_bits(modules: Any, dropout: float, monkeypatch: Any) -> None:
     recomputed = noting(monkeypatch, random.CheckpointFunction, "backward", wrap=staticmethod)
     # Without biases: Megatron's checkpoint of an MLP that returns one recurses without end.
     common = {"hidden_dropout": dropout, "add_bias_linear": False}
@@ -421,9 +413,7 @@ DROPS, DROPS_BY_NAME = rig.around_mlps(_Drops), rig.around_mlps(partial(_Drops, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph_safe", [False, True], ids=["states", "generators"])
-def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_graphs(
-    graph_safe: bool, tracker_of: Callable[[bool], Any]
-) -> None:
+def test_draws_from_named_streams_replay_where_those_are_safe(graph_safe: bool, tracker_of: Any) -> None:
     make = seeded(rig.ModelTrainer, partial(tracker_of, graph_safe))
     report = rig.compare_runs(STEPS, make, prepare=DROPS_BY_NAME).report
     refused = {} if graph_safe else {"RNG_NOT_GRAPH_SAFE": REPLAYS, "failures": rig.LAYERS}
@@ -432,18 +422,14 @@ def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_grap
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("modules", [("core_attn",), ("mlp",)], ids="-".join)
-def test_selective_recompute_replays_where_random_streams_are_safe_for_graphs(
-    modules: tuple[str, ...], tracker_of: Callable[[bool], Any]
-) -> None:
+def test_selective_recompute_replays_where_streams_are_safe_for_graphs(modules: Any, tracker_of: Any) -> None:
     tracker_of(True)
     graphed = rig.compare_runs(STEPS, config=recompute(*modules, add_bias_linear=False))
     assert graphed.report["replays"] == REPLAYS and graphed.report["failures"] == []
 
 
 @pytest.mark.parametrize("replaces", ["its generators", "the tracker"])
-def test_generators_that_are_replaced_between_steps_are_captured_anew(
-    replaces: str, tracker_of: Callable[[bool], Any]
-) -> None:
+def test_generators_that_are_replaced_between_steps_are_captured_anew(replaces: str, tracker_of: Any) -> None:
     """The graphs drew from the former ones: a checkpoint that was loaded changed no mask."""
     tracker: Any = None
 
@@ -467,9 +453,7 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph_safe", [False, True], ids=["states", "generators"])
-def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
-    graph_safe: bool, tracker_of: Callable[[bool], Any]
-) -> None:
+def test_a_recomputed_region_around_plain_dropout_has_eager_bits(graph_safe: bool, tracker_of: Any) -> None:
     """Its backward graph drew another mask than its forward: every gradient was wrong, and nothing said so.
     Generators are swapped, not their states: then eager draws another mask, too."""
     make, config = seeded(rig.ModelTrainer, partial(tracker_of, graph_safe)), {"add_bias_linear": False}

@@ -86,9 +86,7 @@ CALLS, REPEATED, PENALTY = (
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("ddp", [{}, {"overlap_grad_reduce": True}], ids=str)
 @pytest.mark.parametrize("way", [CALLS, REPEATED, PENALTY], ids=["calls", "loops", "penalty"])
-def test_a_parameter_that_gets_several_gradients_in_a_backward_leaves_its_model_eager(
-    way: str, ddp: dict[str, bool], is_late: bool
-) -> None:
+def test_parameters_with_several_gradients_leave_their_model_eager(way: str, ddp: Any, is_late: bool) -> None:
     """Bug: each graph added its part and told DDP before all was there: other bits, or an error of DDP's."""
     pair = Pair(ddp=ddp)
 

@@ -110,9 +110,7 @@ def test_evaluations_alone_teach_capacities_only_where_nobody_trains(evaluations
     assert fewest == len((small if evaluations > 1 else rig.ONE).lengths)
 
 
-def test_somebody_is_told_once_when_more_than_one_pack_in_twenty_fits_nothing(
-    install: rig.Install, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_than_one_misfit_in_twenty_packs_is_told_once(install: rig.Install, caplog: Any) -> None:
     install(log_interval=20)
     trainer, misfit = Trainer(rig.OPTIONS), rig.Micro(lengths=(5,) * 7)
     for misfits in (0, 1, 2, 2):  # of twenty
@@ -221,9 +219,7 @@ def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_
 
 @pytest.mark.parametrize("tail", TailConvention)
 @pytest.mark.parametrize("padded", [None, (12, 24)], ids=["plain", "padded"])
-def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(
-    tail: TailConvention, padded: tuple[int, ...] | None
-) -> None:
+def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(tail: Any, padded: Any) -> None:
     """Bug: with `empty-dummy` graphs took the end of the buffer for the pack's."""
 
     def with_a_loss(hidden: Tensor) -> Tensor:

@@ -68,9 +68,7 @@ FAULTS = {"FOREIGN_HOOK": lambda mlp: mlp.register_forward_hook(lambda *_args: N
     ],
     ids=[*WRONG, "several"],
 )
-def test_a_layer_at_fault_is_named_and_cut_out(
-    pair: rig.Pair, at_fault: dict[int, str], joined: list[str]
-) -> None:
+def test_a_layer_at_fault_is_named_and_cut_out(pair: rig.Pair, at_fault: dict[int, str], joined: Any) -> None:
     for index, reason in at_fault.items():
         FAULTS[reason](_layer(pair, index).mlp)
     pair.step(rig.ONE, rig.TWO, times=3)

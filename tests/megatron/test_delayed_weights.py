@@ -21,7 +21,7 @@ from test_overlap_alone import engines
 
 from megagraph.megatron.parallel.ddp import _late_gradients
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = [pytest.mark.megatron, pytest.mark.both, pytest.mark.usefixtures("deterministic_engine")]
 
 STEPS = 7 if rig.ON_GPU else 4
 BREAKS = 2  # the step that raises
@@ -32,9 +32,7 @@ HOW = ["unfused", "fused"]
 @engines
 @pytest.mark.parametrize("ddp", [{}, REDUCES], ids=["reduced at the end", "reduced meanwhile"])
 @pytest.mark.parametrize("delays", HOW)
-def test_weights_whose_gradients_come_later_have_the_bits_of_others(
-    delays: str, ddp: dict[str, Any], engine: bool, deterministic_engine: None
-) -> None:
+def test_weights_whose_gradients_come_later_have_bits_of_others(delays: str, ddp: Any, engine: bool) -> None:
     steps = steps_of(STEPS, masks=True)
     at_once = train_eager(steps, delays=f"{delays} at once", engine=engine)
     for mode in ("eager", "graph"):
@@ -52,9 +50,7 @@ def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ..
 
 @engines
 @pytest.mark.parametrize("delays", HOW)
-def test_eager_micro_batches_between_graphed_ones_make_their_own(
-    delays: str, engine: bool, deterministic_engine: None
-) -> None:
+def test_eager_micro_batches_between_graphed_ones_make_their_own(delays: str, engine: bool) -> None:
     """One in each step fits no capacity; and all of a step while graphs are suspended."""
     around = rig.at(STEPS - 2, lambda _trainer: told(rig.the_plugin().set_suspended, True, False))
     misfit = Micro(lengths=parallel_jobs.MISFIT)

@@ -313,9 +313,7 @@ def test_modules_that_look_for_their_ranks_see_those_of_a_pack() -> None:
     ],
 )
 @on_ranks(2)
-def test_what_cannot_see_its_ranks_is_an_error(
-    config: dict[str, Any], model: dict[str, Any], name: str
-) -> None:
+def test_what_cannot_see_its_ranks_is_an_error(config: Any, model: Any, name: str) -> None:
     context_jobs.start(1, expert_parallel=config.get("expert_model_parallel_size", 1))
     trainer = context_jobs.new_trainer(model=model, **config)
     with pytest.raises(ValueError, match=f"cp_sizes: expected a model that can run packs of several.*{name}"):

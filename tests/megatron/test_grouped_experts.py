@@ -107,9 +107,7 @@ def test_a_dispatcher_holds_nothing_outside_of_a_call() -> None:
 
 
 @pytest.mark.parametrize("case", ["top 2", "swiglu", "on the input", "shared experts"])
-def test_inputs_of_products_are_made_again_with_the_same_bits(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_products_are_made_again_with_the_same_bits(case: str, monkeypatch: Any) -> None:
     note = lambda _linear, x, _offsets: StorageWeakRef(x.untyped_storage())  # noqa: E731
     inputs = noting(monkeypatch, GroupedLinear, "forward", note)
     found: list[Any] = []

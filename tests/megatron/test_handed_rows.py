@@ -183,6 +183,7 @@ def test_a_model_with_forwards_of_its_own_on_several_ranks(sequence_parallel: bo
 
 # -- experts that take as many rows from each rank ---------------------------------------------------
 
+Make = Callable[..., ExpertTrainer]
 FEW = Capacity(tokens=64, num_seqs=3, max_seqlen=48)
 MANY = Capacity(tokens=64, num_seqs=5, max_seqlen=48)
 ROUTERS = ("attn", "moe_router")
@@ -223,9 +224,7 @@ def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
     ("case", "scopes"), [("allgather", SCOPES), ("drop and pad", (*SCOPES, "moe_preprocess"))]
 )
 @on_ranks(2)
-def test_ranks_with_packs_of_their_own_ask_each_other_nothing_once_they_have_met(
-    case: str, scopes: tuple[str, ...]
-) -> None:
+def test_ranks_with_packs_of_their_own_ask_nothing_once_they_have_met(case: str, scopes: Any) -> None:
     """A pack of one rank that fits no capacity runs eager there, on as many rows; the other rank replays."""
     report = train(scopes=scopes, num_steps=4, misfits_on=1, **CASES[case])
     misfits = dict.fromkeys(MISFITS, SITES) if distributed.get_rank() else {}
@@ -328,7 +327,7 @@ def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> Non
 
 
 @pytest.fixture
-def make(install: rig.Install, experts: None, monkeypatch: Any) -> Callable[..., ExpertTrainer]:
+def make(install: rig.Install, experts: None, monkeypatch: Any) -> Make:
     """Makes a model of these capacities whose experts need equal rows."""
     monkeypatch.setattr(dispatcher, "need_equal_rows", lambda config: True)
 
@@ -362,9 +361,7 @@ def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
 
 
 @pytest.mark.parametrize(("route", "is_warm"), [("no pack", False), *((route, True) for route in ROUTES)])
-def test_a_pack_that_runs_as_given_has_as_many_rows(
-    make: Callable[..., ExpertTrainer], route: str, is_warm: bool
-) -> None:
+def test_a_pack_that_runs_as_given_has_as_many_rows(make: Make, route: str, is_warm: bool) -> None:
     trainer = make(FEW, MANY)
     for _ in range(2 * is_warm):
         step(trainer, [Micro(lengths=(9, 20))])
@@ -376,26 +373,26 @@ def test_a_pack_that_runs_as_given_has_as_many_rows(
         _run_as_given(trainer, route, Micro(lengths=(9, 20)))
 
 
-def test_frequencies_of_each_token_are_padded_as_packs_are(make: Callable[..., ExpertTrainer]) -> None:
+def test_frequencies_of_each_token_are_padded_as_packs_are(make: Make) -> None:
     trainer = make(FEW)
     _run_as_given(trainer, "frequencies inside", Micro(lengths=(30, 34)))  # shows what they are
     _run_as_given(trainer, "frequencies inside", Micro(lengths=(9, 20)))
     assert {*rig.report_of(trainer)["eager"]} == {"WARMING_UP"}
 
 
-def test_a_pack_of_too_many_tokens_is_an_error(make: Callable[..., ExpertTrainer]) -> None:
+def test_a_pack_of_too_many_tokens_is_an_error(make: Make) -> None:
     trainer = make(FEW)
     with pytest.raises(RuntimeError, match=r"one of 65 .*TOO_MANY_TOKENS\); set max_seqlen_per_dp_cp_rank"):
         step(trainer, [Micro(lengths=(40, 25))])
 
 
-def test_capacities_of_several_rows_are_an_error(make: Callable[..., ExpertTrainer]) -> None:
+def test_capacities_of_several_rows_are_an_error(make: Make) -> None:
     trainer = make(FEW, Capacity(tokens=32, num_seqs=9, max_seqlen=32))
     with pytest.raises(ValueError, match=r"tokens, got 32, 64; set max_seqlen_per_dp_cp_rank"):
         step(trainer, [Micro(lengths=(9,))])
 
 
-def test_a_forward_that_overrides_megatrons_is_refused(make: Callable[..., ExpertTrainer]) -> None:
+def test_a_forward_that_overrides_megatrons_is_refused(make: Make) -> None:
     """Each of its calls may reach Megatron's forward or not, whatever other ranks do."""
     trainer = make(FEW)
     trainer.chunk.__class__ = OwnModel

@@ -74,9 +74,7 @@ def test_a_hybrid_model_is_the_gpt_model_of_its_halves() -> None:
     assert all(map(torch.equal, one.losses, other.losses))
 
 
-def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
-    install: rig.Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_core_without_hybrid_models_is_patched_without_them(install: rig.Install, monkeypatch: Any) -> None:
     absent = seams.Seam("megatron.core.absent", "Model.forward")
     monkeypatch.setattr(seams, "HYBRID_FORWARD", absent)
     monkeypatch.setattr(seams, "MAMBA_FORWARD", absent)
@@ -96,7 +94,7 @@ def packs(count: int, make: Any = Documented, tails: bool = True) -> list[list[r
     return steps
 
 
-def test_of_a_canonical_packs_rows_those_that_were_given_have_the_losses_of_an_unpatched_run(
+def test_rows_that_were_given_have_the_losses_of_an_unpatched_run(
     install: Install,
 ) -> None:
     """Tail rows are no part of the last document, and follow all others."""

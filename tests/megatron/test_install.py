@@ -89,9 +89,7 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
     assert list(trainer.chunk.decoder.layers) == list(trainer.chunk.decoder._modules["layers"])
 
 
-def test_a_second_install_changes_nothing_and_is_refused_if_it_asks_for_something_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_install_changes_nothing_and_is_refused_if_it_asks_otherwise(monkeypatch: Any) -> None:
     """Bug: one with equal options was refused, and no message named `megagraph run`, which installs first."""
     megagraph.install(rig.graph_config())
     before, installed = _held(), installed_plugin()
@@ -182,9 +180,7 @@ def test_mode_off_patches_nothing_from_the_environment_either(monkeypatch: Any) 
         assert installed_plugin() is None and megagraph.reports() == []
 
 
-def test_a_path_is_read_as_toml_and_variables_go_over_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_read_as_toml_and_variables_go_over_it(tmp_path: Path, monkeypatch: Any) -> None:
     """`install("c.toml")` was an AttributeError."""
     path = tmp_path / "c.toml"
     path.write_text("[megagraph]\nmode = 'eager'\ncuda_graph_warmup_steps = 7\n")
@@ -196,9 +192,7 @@ def test_a_path_is_read_as_toml_and_variables_go_over_it(
         megagraph.uninstall()
 
 
-def test_a_report_is_left_once_an_interval_and_by_name_of_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_left_once_an_interval_by_name_of_its_process(tmp_path: Path, monkeypatch: Any) -> None:
     """Ray ends its actors without their exit handlers: nothing was left of a run."""
     monkeypatch.setenv("RANK", "1")  # which leaves none if all have one name
     megagraph.install(rig.graph_config(report=tmp_path / "%p" / "rank-%r.json", log_interval=2))
@@ -274,7 +268,7 @@ def test_a_bad_report_path_is_found_when_installing(target: str, tmp_path: Path,
     assert sorted(tmp_path.rglob("*")) == files
 
 
-def test_importing_imports_no_megatron_and_a_script_that_installs_leaves_a_report_or_says_it(
+def test_importing_imports_no_core_and_a_script_that_installs_leaves_or_says_a_report(
     tmp_path: Path,
 ) -> None:
     """The documentation said that such a script leaves no file; one that could not be written was lost."""
@@ -336,9 +330,7 @@ OF_SOME: dict[str, tuple[seams.Seam, Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("kind", OF_SOME)
 @pytest.mark.usefixtures("experts")
-def test_what_a_host_has_put_where_only_some_models_look_keeps_these_eager_by_name(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_host_has_put_where_some_models_look_keeps_these_eager(kind: str, monkeypatch: Any) -> None:
     """Bug: no process could install the plugin that had imported a host with such a function."""
     seam, make = OF_SOME[kind]
     theirs = lambda *given: None  # noqa: E731

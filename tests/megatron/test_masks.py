@@ -57,9 +57,7 @@ def seen() -> Iterator[list[Tensor]]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 @pytest.mark.parametrize("micro", [ONE, TWO, FULL])
-def test_layers_see_the_same_mask_in_eager_and_in_replays(
-    pair: rig.Pair, seen: list[Tensor], micro: rig.Micro
-) -> None:
+def test_layers_see_the_same_mask_in_eager_and_in_replays(pair: rig.Pair, seen: Any, micro: Any) -> None:
     """The user's, and every row at or past the pack's end."""
     pair.step(PLAIN, ONE, times=2)
     given = micro.padding_mask()
@@ -102,9 +100,7 @@ CHANGED: dict[str, tuple[str, rig.Micro, Callable[[Any, rig.Micro], Any]]] = {
 @pytest.mark.parametrize(
     ("mode", "case"), [*(("graph", it) for it in CHANGED), ("eager", "gone"), ("eager", "out of nowhere")]
 )
-def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
-    install: rig.Install, seen: list[Tensor], mode: str, case: str
-) -> None:
+def test_an_unexpected_mask_is_the_layers_as_given(install: Any, seen: Any, mode: str, case: str) -> None:
     """Bug: layers got the mask that the block had been given, and replayed where they were to get none."""
     whose, micro, change = CHANGED[case]
     original, handed = TransformerBlock.forward, []
@@ -164,9 +160,7 @@ HANDED = {"model": (HandingModel, None), "block": (GPTModel, HandingBlock)}
 
 
 @pytest.mark.parametrize("whose", HANDED)
-def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
-    install: rig.Install, whose: str
-) -> None:
+def test_masks_that_a_hosts_forwards_hand_on_reach_layers_as_given(install: rig.Install, whose: str) -> None:
     """Bug: RoPE took a table as long as the capacity for one of the pack's rows, where there are as many."""
     install()
     trainer = HostTrainer(*HANDED[whose])

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -120,9 +120,7 @@ def _replace_buffers(embedding: Any, index: int) -> None:
         ("low rank, YaRN", FUSED, _replace_buffers),
     ],
 )
-def test_tables_that_megatron_drops_are_still_there_for_graphs(
-    kind: str, config: dict[str, Any], drop: Callable[[Any, int], None]
-) -> None:
+def test_tables_that_megatron_drops_are_still_there_for_graphs(kind: str, config: Any, drop: Any) -> None:
     """And what comes next gets their memory."""
     pair = rig.Pair(mla=kind, config=config)
     rubbish: list[Tensor] = []
@@ -149,9 +147,7 @@ def test_tables_that_megatron_drops_are_still_there_for_graphs(
         ("core_attn", "low rank, YaRN", {}),
     ],
 )
-def test_selective_recompute_has_the_bits_of_none(
-    module: str, kind: str, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selective_recompute_has_bits_of_none(module: str, kind: str, rope: Any, monkeypatch: Any) -> None:
     """Of the projections and the rotation, whose outputs Megatron drops and makes anew in the backward."""
 
     def copy_storage(to: Tensor, made: Tensor) -> None:

@@ -70,9 +70,7 @@ def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(capture
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
-def test_a_resume_announces_no_move_that_comes_later_nor_without_a_suspension(
-    pair: rig.Pair, is_suspended: bool
-) -> None:
+def test_resume_announces_no_later_move_nor_without_a_suspension(pair: rig.Pair, is_suspended: bool) -> None:
     pair.step(rig.ONE, times=2)
     if is_suspended:
         megagraph.suspend()

@@ -99,7 +99,7 @@ def test_models_of_other_kinds(scopes: tuple[str, ...], kind: str, engine: bool)
 
 
 @pytest.mark.parametrize("kinds", ["EE", "-E"])
-def test_slots_share_what_is_dispatched_beside_experts_only_and_a_hosts_forward_is_refused(
+def test_slots_share_dispatched_rows_beside_experts_only_and_a_hosts_forward_is_refused(
     kinds: str,
 ) -> None:
     """A dense layer's backward of attention waits for no reader. A plan would not run such a forward."""
@@ -321,9 +321,7 @@ def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
     ("poison", "kind"),
     [(True, ""), *(pytest.param(it, kind, marks=pytest.mark.gpu) for it in (False, True) for kind in BUSY)],
 )
-def test_a_late_dispatch_reads_what_is_there_in_memory_of_both_slots(
-    poison: bool, kind: str, is_sooner: bool
-) -> None:
+def test_a_late_dispatch_reads_what_is_there_in_both_slots(poison: bool, kind: str, is_sooner: bool) -> None:
     compare_late(STEPS, kind, PERMUTES, poison, **({"around": sooner} if is_sooner else {}))
 
 

@@ -146,7 +146,7 @@ def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:
     ]
 
 
-def test_the_models_config_says_scopes_and_warm_up_if_ours_does_not(
+def test_the_models_config_says_scopes_and_warm_up_unless_ours_does(
     install: rig.Install, caplog: Any
 ) -> None:
     """Steps of warm-up that it named were passed over."""
@@ -255,8 +255,8 @@ ALL, CHOICE = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()], "a 
     [*((it, "its own choices") for it in ALL), (BOTH, "a patch of the class"), (BOTH, CHOICE), ((), CHOICE)],
     ids=str,
 )
-def test_routing_that_is_replayed_from_some_step_on(
-    install: rig.Install, scopes: Sequence[str], how: str, monkeypatch: pytest.MonkeyPatch
+def test_routing_replayed_from_some_step_on(
+    install: rig.Install, scopes: Any, how: str, monkeypatch: Any
 ) -> None:
     """Or graphs would choose for ever what some micro-batch was told to. Without scopes layers are whole."""
 

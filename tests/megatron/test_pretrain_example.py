@@ -56,7 +56,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_a_sample_is_told_by_its_number_and_an_epoch_has_each_pack_once_in_its_own_order(
+def test_a_sample_is_told_by_its_number_and_an_epoch_has_each_pack_in_its_order(
     packs: list[Any],
 ) -> None:
     count, far = len(packs), 3 * len(packs)
@@ -193,9 +193,7 @@ def install(mode: str) -> None:
 # What torch's loader says on a CPU.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 @pytest.mark.parametrize("packs", ["", "--pack-canonical 8"], ids=["as they are", "canonical"])
-def test_the_log_is_eagers_through_a_save_and_a_resume(
-    pretrain: Pretrain, tmp_path: Path, packs: str
-) -> None:
+def test_the_log_is_eagers_through_save_and_resume(pretrain: Pretrain, tmp_path: Path, packs: str) -> None:
     options = f"--train-iters 8 {packs}"
     install("eager")
     eager = pretrain(f"{options} --save {tmp_path / 'eager'} --save-interval 4")

@@ -82,9 +82,7 @@ SWITCHED = [
 
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(("kind", "case"), [(kind, it) for kind, cases in REFUSED.items() for it in cases])
-def test_what_a_config_asks_for_is_refused_by_name(
-    kind: str, case: tuple[Any, ...], monkeypatch: Any
-) -> None:
+def test_what_a_config_asks_for_is_refused_by_name(kind: str, case: Any, monkeypatch: Any) -> None:
     options, name, *built = case
     trainer = MAKES[kind]()
     for given in (*built, options):

@@ -4,7 +4,7 @@
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -37,8 +37,8 @@ class Layer(nn.Module):
 
 
 def watch_of(
-    *modules: nn.Module, left_out: Sequence[str] = (), is_expected: Do = lambda _: False, device: str = "cpu"
-) -> _C.StateWatch:
+    *modules: Any, left_out: Any = (), is_expected: Do = lambda _: False, device: str = "cpu"
+) -> Any:
     references = [weakref.ref(child) for module in modules for child in module.modules()]
     return _C.StateWatch(references, weakref.ref(modules[0]), left_out, is_expected, torch.device(device))
 

@@ -157,9 +157,7 @@ def test_which_norms_are_ours_and_that_another_one_stays(monkeypatch: pytest.Mon
     importlib.util.find_spec("transformer_engine") is not None, reason="its final norm is taken"
 )
 @pytest.mark.parametrize(("normalization", "qk_layernorm"), [("LayerNorm", False), ("RMSNorm", True)])
-def test_norms_are_ours_and_keep_bits_and_checkpoints_of_cores(
-    normalization: str, qk_layernorm: bool
-) -> None:
+def test_norms_are_ours_with_bits_and_checkpoints_of_cores(normalization: str, qk_layernorm: bool) -> None:
     """The block spec brings the final norm, too."""
     given = {"normalization": normalization, "qk_layernorm": qk_layernorm}
     qk = {"q_layernorm": Norm, "k_layernorm": Norm} if qk_layernorm else {}

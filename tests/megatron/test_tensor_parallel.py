@@ -308,9 +308,7 @@ def test_a_skip_that_ends_inside_of_a_step_on_one_rank_alone_leaves_it_eager() -
     ids=["an option", "the mode", "what each may have for itself", "a refusal"],
 )
 @on_ranks(2, tensor_parallel=2)
-def test_what_ranks_have_to_do_alike_is_compared_when_they_first_meet(
-    plugin: dict[str, Any], config: dict[str, Any], told: str | None
-) -> None:
+def test_what_ranks_have_to_do_alike_is_compared_when_they_meet(plugin: Any, config: Any, told: Any) -> None:
     """Bug: one rank asked the others, who had another option or were refused, and waited for half an hour."""
     is_first = distributed.get_rank() == 0
     megagraph.install(rig.graph_config(**(plugin if is_first else {})))

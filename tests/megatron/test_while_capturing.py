@@ -42,8 +42,8 @@ def test_what_another_thread_trains_meanwhile_has_its_gradients() -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("is_tes_own", [False, True], ids=["other streams", "streams of its own"])
-def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
-    is_tes_own: bool, raises: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_engine_is_told_where_streams_are_its_own(
+    is_tes_own: bool, raises: bool, monkeypatch: Any
 ) -> None:
     """Its attention refuses any other tracker while its flag is set."""
     told: list[str] = []
@@ -62,9 +62,7 @@ def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
 
 
 @pytest.mark.parametrize("graph_safe", [False, True])
-def test_random_streams_are_swapped_outside_of_a_stream_capture_only(
-    graph_safe: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_streams_are_swapped_outside_a_stream_capture_only(graph_safe: bool, monkeypatch: Any) -> None:
     """Generators are no saved states: those swap inside a capture too."""
     tracker, calls, is_captured = streams.get_cuda_rng_tracker(), list[str](), False
 
