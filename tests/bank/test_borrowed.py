@@ -107,9 +107,7 @@ def test_what_a_first_call_caches_is_kept_and_may_be_dropped(device: str) -> Non
     assert not pair.bank.have_borrowed_moved()
 
 
-def test_nothing_is_kept_of_sites_that_read_their_own_or_trace_unknown_shapes(
-    device: str, capfd: Any
-) -> None:
+def test_nothing_is_kept_of_sites_that_read_theirs_or_trace_unknown_shapes(device: str, capfd: Any) -> None:
     """Bug: such a tensor has no number of bytes, and each op of a compiler left a line on standard error."""
 
     class Own(Block):

@@ -104,9 +104,7 @@ class OwnBlock(TransformerBlock):
         return hidden_states
 
 
-def _host_model(
-    model_class: type, block_class: type | None, options: Any, config: Any, spec: Any = None
-) -> nn.Module:
+def _host_model(model_class: Any, block_class: Any, options: Any, config: Any, spec: Any = None) -> nn.Module:
     """A model of these classes; of Megatron's block where no other is given."""
     spec = spec_of(config) if spec is None else spec
     model: nn.Module = model_class(

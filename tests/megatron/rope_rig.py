@@ -62,9 +62,7 @@ def canonical(lengths: Sequence[int], *, capacity: Capacity = CAPACITY, **furthe
 SHAPES = [(10, 30, 24), (32, 32), (20, 8, 30, 6), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
 
 
-def canonical_steps(
-    capacity: Capacity, count: int, shapes: Any = SHAPES, **further: Any
-) -> list[list[Micro]]:
+def canonical_steps(capacity: Capacity, count: int, shapes: Any = SHAPES, **further: Any) -> list[list[Any]]:
     return [
         [
             canonical(shapes[(2 * index + m) % len(shapes)], capacity=capacity, seed=7 * index + m, **further)

@@ -67,9 +67,7 @@ def trained(install: rig.Install, **further: Any) -> tuple[Trainer, Seen]:
     [({}, {}), ({"deallocate_pipeline_outputs": True}, {}), ({}, {"overlap_grad_reduce": True})],
     ids=["torch's backward", "the engine itself, as pipelines call it", "DDP's hooks"],
 )
-def test_backwards_of_replays_run_on_the_calling_thread(
-    install: rig.Install, transformer: Any, ddp: Any
-) -> None:
+def test_backwards_of_replays_run_on_the_calling_thread(install: Any, transformer: Any, ddp: Any) -> None:
     trainer, seen = trained(install, config=transformer, ddp=ddp)
     before = rig.report_of(trainer)["replays"]
     assert seen.of(rig.step, trainer, [rig.ONE, rig.TWO]) == [False, False]

@@ -130,9 +130,7 @@ def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(trainer: Trainer, re
     assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, reason: 3 * LAYERS}
 
 
-def test_a_router_of_no_model_is_sought_once_until_models_may_change(
-    trainer: Trainer, monkeypatch: Any
-) -> None:
+def test_a_router_of_no_model_is_sought_once_until_models_may_change(trainer: Any, monkeypatch: Any) -> None:
     """Bug: each call of a router of multi-token prediction walked over all modules of all models."""
     step(trainer, [MICRO])
     plugin, router = the_plugin(), torch.nn.Identity()

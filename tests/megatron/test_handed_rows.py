@@ -59,17 +59,11 @@ def call(
     given["input_ids"] = None if is_embedded else given["input_ids"]
     seen = []
 
-    def process(
-        *,
-        hidden_states: Tensor,
-        output_layer: Any,
-        context: float,
-        compute_language_model_loss: Any,
-        **other: Any,
-    ) -> Tensor:
+    def process(*, hidden_states: Tensor, output_layer: Any, context: float, **other: Any) -> Tensor:
+        compute = other.pop("compute_language_model_loss")
         seen.append(other)
         assert hidden_states.shape == other["decoder_input"].shape == hidden.shape
-        losses = compute_language_model_loss(other["labels"], output_layer(hidden_states)[0] / context)
+        losses = compute(other["labels"], output_layer(hidden_states)[0] / context)
         assert losses.shape == (1, micro.physical)
         # The rows themselves count, too, as does what went in.
         rows = hidden_states.square().sum(-1) + other["decoder_input"].detach().mean(-1)

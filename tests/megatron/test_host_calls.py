@@ -143,9 +143,7 @@ def test_calls_before_the_first_schedule_replay_although_a_ddp_is_around(trainer
     ran(report_of(trainer), (3 + 2) * LAYERS, WARMING_UP=2 * LAYERS)
 
 
-def test_what_hooks_of_a_ddp_were_taken_for_is_no_failure_once_a_schedule_shows_it(
-    install: Install,
-) -> None:
+def test_what_hooks_of_a_ddp_were_taken_for_is_no_failure_once_a_schedule_shows_it(install: Install) -> None:
     """The model has been called before there was a DDP, and is called before the first schedule."""
 
     def call(chunk: Any) -> None:

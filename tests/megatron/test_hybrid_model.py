@@ -94,9 +94,7 @@ def packs(count: int, make: Any = Documented, tails: bool = True) -> list[list[r
     return steps
 
 
-def test_rows_that_were_given_have_the_losses_of_an_unpatched_run(
-    install: Install,
-) -> None:
+def test_rows_that_were_given_have_the_losses_of_an_unpatched_run(install: Install) -> None:
     """Tail rows are no part of the last document, and follow all others."""
     micros = [micro for step_ in packs(4) for micro in step_ if not micro.tail]  # RoPE of Megatron takes none
 
@@ -141,14 +139,7 @@ def test_a_padding_mask_and_other_tables_reach_no_mamba_layer() -> None:
 def test_a_stack_whose_forward_is_not_megatrons() -> None:
     """Its layers are replaced one by one, and hand out what each kind of layer hands out."""
 
-    def forward(
-        stack: Any,
-        hidden_states: Tensor,
-        attention_mask: Any,
-        rotary_pos_emb: Any = None,
-        packed_seq_params: Any = None,
-        **unused: Any,
-    ) -> Tensor:
+    def forward(stack, hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=None, **_):
         arguments = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
         for layer in stack.layers:
             if not hasattr(layer, "mixer"):

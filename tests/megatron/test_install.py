@@ -268,9 +268,7 @@ def test_a_bad_report_path_is_found_when_installing(target: str, tmp_path: Path,
     assert sorted(tmp_path.rglob("*")) == files
 
 
-def test_importing_imports_no_core_and_a_script_that_installs_leaves_or_says_a_report(
-    tmp_path: Path,
-) -> None:
+def test_importing_imports_no_core_and_a_script_that_installs_leaves_or_says_a_report(tmp_path: Path) -> None:
     """The documentation said that such a script leaves no file; one that could not be written was lost."""
     script = """
 import importlib, os, pkgutil, shutil, sys, megagraph

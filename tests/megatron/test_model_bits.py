@@ -111,9 +111,7 @@ for name, given, scopes, sites in (
 # -- experts -----------------------------------------------------------------------------------------
 
 
-def of_way(
-    way: str, case: str, name: str = "", scopes: Any = None, sites: int = LAYERS, **given: Any
-) -> None:
+def cell(way: str, case: str, name: str = "", scopes: Any = None, sites: int = LAYERS, **given: Any) -> None:
     changes = WAYS[way].cases[case]
     scopes, masks = WAYS[way].scopes if scopes is None else scopes, given.pop("masks", False)
     runs = way != PERMUTATION or moe_rig.can_permute(changes)
@@ -152,14 +150,14 @@ for way, with_masks, others in (
     ),
 ):
     for case in (*with_masks, *others):
-        of_way(way, case, masks=case in with_masks)
+        cell(way, case, masks=case in with_masks)
 for way in (ATTENTION, PADDED, GROUPED):
-    of_way(way, BIASED, ", buckets", ddp=BUCKETS)
+    cell(way, BIASED, ", buckets", ddp=BUCKETS)
 # Bug that was: overlapped shared experts are no part of the graph, which reported their gradients.
 for case in ("shared experts", "shared experts, overlapped"):
-    of_way(ROUTERS, case, ", small buckets", ddp={**BUCKETS, "bucket_size": 1000}, **moe_rig.BIAS)
+    cell(ROUTERS, case, ", small buckets", ddp={**BUCKETS, "bucket_size": 1000}, **moe_rig.BIAS)
 for scopes in (("attn", "moe_router"), ("moe_router",)):
-    of_way(ROUTERS, "shared experts", ", recomputed", scopes, **recompute("shared_experts", "core_attn"))
+    cell(ROUTERS, "shared experts", ", recomputed", scopes, **recompute("shared_experts", "core_attn"))
 # Two layers of experts among dense ones.
 for way, case, scopes, sites in (
     *((ATTENTION, "alltoall", it, sites) for it, sites in ((("attn", "mlp"), 4), ("mlp", 2))),
@@ -171,7 +169,7 @@ for way, case, scopes, sites in (
     (PADDED, BIASED, "moe", 2),
     *((GROUPED, "shared experts", it, 4) for it in ((), ("mlp", "moe"), ("attn", "moe_router"))),
 ):
-    of_way(way, case, ", among dense layers", scopes, sites, kinds="E-E-")
+    cell(way, case, ", among dense layers", scopes, sites, kinds="E-E-")
 # A layer with experts and a dense one.
 for kind, scopes, sites in (
     ("plain, RoPE", "moe_router", 1),

@@ -99,9 +99,7 @@ def test_models_of_other_kinds(scopes: tuple[str, ...], kind: str, engine: bool)
 
 
 @pytest.mark.parametrize("kinds", ["EE", "-E"])
-def test_slots_share_dispatched_rows_beside_experts_only_and_a_hosts_forward_is_refused(
-    kinds: str,
-) -> None:
+def test_slots_share_dispatched_rows_beside_experts_only_and_a_hosts_forward_is_refused(kinds: str) -> None:
     """A dense layer's backward of attention waits for no reader. A plan would not run such a forward."""
     chunk = overlap_rig.OverlapTrainer(kinds, overlaps=True).chunk
     plan = BlockPlan(chunk.decoder, BOTH)

@@ -96,10 +96,8 @@ def as_layers(pair: rig.Pair, kind: type, first: int) -> dict[str, Any]:
 
 
 class ByPack(TransformerLayer):
-    def _forward_mlp(
-        self, hidden_states: Any, *args: Any, packed_seq_params: Any = None, **given: Any
-    ) -> Any:
-        out = super()._forward_mlp(hidden_states, *args, **given)
+    def _forward_mlp(self, hidden_states: Any, *args: Any, packed_seq_params: Any = None, **more: Any) -> Any:
+        out = super()._forward_mlp(hidden_states, *args, **more)
         return out if packed_seq_params is None else out * 2
 
 
@@ -146,9 +144,7 @@ def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay() -> None:
     ]
 
 
-def test_the_models_config_says_scopes_and_warm_up_unless_ours_does(
-    install: rig.Install, caplog: Any
-) -> None:
+def test_the_models_config_says_scopes_and_warm_up_unless_ours_does(install: Any, caplog: Any) -> None:
     """Steps of warm-up that it named were passed over."""
     caplog.set_level(logging.INFO, logger="megagraph")
     has_modules = hasattr(TransformerConfig, "cuda_graph_modules")  # cuda_graph_scope before
@@ -255,9 +251,7 @@ ALL, CHOICE = [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()], "a 
     [*((it, "its own choices") for it in ALL), (BOTH, "a patch of the class"), (BOTH, CHOICE), ((), CHOICE)],
     ids=str,
 )
-def test_routing_replayed_from_some_step_on(
-    install: rig.Install, scopes: Any, how: str, monkeypatch: Any
-) -> None:
+def test_routing_replayed_from_some_step_on(install: Any, scopes: Any, how: str, monkeypatch: Any) -> None:
     """Or graphs would choose for ever what some micro-batch was told to. Without scopes layers are whole."""
 
     class Replay:

@@ -56,9 +56,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_a_sample_is_told_by_its_number_and_an_epoch_has_each_pack_in_its_order(
-    packs: list[Any],
-) -> None:
+def test_a_sample_is_told_by_number_and_an_epoch_has_each_pack_once_in_its_order(packs: list[Any]) -> None:
     count, far = len(packs), 3 * len(packs)
     one = PackedDocuments(packs, far, seed=5)
     in_order = [one[number] for number in range(far)]

@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 def watch_of(
-    *modules: Any, left_out: Any = (), is_expected: Do = lambda _: False, device: str = "cpu"
+    *modules: Any, left_out: Any = (), is_expected: Do = lambda _: False, device: Any = "cpu"
 ) -> Any:
     references = [weakref.ref(child) for module in modules for child in module.modules()]
     return _C.StateWatch(references, weakref.ref(modules[0]), left_out, is_expected, torch.device(device))

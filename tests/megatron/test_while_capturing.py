@@ -42,9 +42,7 @@ def test_what_another_thread_trains_meanwhile_has_its_gradients() -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("is_tes_own", [False, True], ids=["other streams", "streams of its own"])
-def test_the_engine_is_told_where_streams_are_its_own(
-    is_tes_own: bool, raises: bool, monkeypatch: Any
-) -> None:
+def test_the_engine_is_told_where_streams_are_own(is_tes_own: bool, raises: bool, monkeypatch: Any) -> None:
     """Its attention refuses any other tracker while its flag is set."""
     told: list[str] = []
     graph = {f"set_capture_{what}": partial(told.append, what) for what in ("start", "end")}
