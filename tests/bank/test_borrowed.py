@@ -276,8 +276,7 @@ def eager_one(pair: Pair) -> Keeps:
 
 @pytest.mark.parametrize("name", REBINDING)
 def test_a_site_that_binds_another_tensor_or_value_stays_eager(device: str, name: str) -> None:
-    """Bug: the warm-up's numbers stayed in it, and each replay read a tensor that the host had dropped. Nor
-    would a replay count calls, on which an eager one may depend."""
+    """Bug: each replay read a tensor that the host had dropped. Nor would one count calls."""
     keep, given = REBINDING[name]
     moved = {key: it.to(device) if isinstance(it, Tensor) else copy.deepcopy(it) for key, it in given.items()}
     keeps, attribute = Keeps(keep, **moved), next(iter(given), "created")

@@ -318,8 +318,7 @@ def test_a_hook_is_found_and_named(register: str, of: Callable[[Any], Any], what
 
 
 def test_the_callers_own_accumulator_hooks_are_counted_out_and_missed() -> None:
-    """Bug: Python's hooks on one accumulator share one dictionary, and were counted as one. Without one eager
-    no longer adds to the main gradient, so neither may a graph."""
+    """Bug: hooks on an accumulator counted as one. Without one eager no longer adds, nor may a graph."""
     modules = [Block(), Block()]
     accumulators = give_main_grads(modules)
     assert set(found(modules)) == {0, 1}
@@ -334,8 +333,7 @@ def test_the_callers_own_accumulator_hooks_are_counted_out_and_missed() -> None:
 
 
 def test_what_is_no_obstacle() -> None:
-    """Frozen parameters, which have no accumulator to look at; one that is used twice within one site; and
-    hooks that the caller answers for."""
+    """Frozen parameters, one that is used twice within one site, and hooks that the caller answers for."""
     twice, module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Block()
     twice[1].weight = twice[0].weight
     assert found([Block().requires_grad_(False), twice, nn.Tanh(), module]) == {}

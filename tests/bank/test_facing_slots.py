@@ -272,8 +272,7 @@ CHOICES = 3
 
 
 class Router(nn.Module):
-    """A layer in four parts, the second and the fourth of which may stay eager. Of what the first hands out,
-    `chosen` is boolean and `unused` is read by nobody."""
+    """A layer in four parts; the second and the fourth may stay eager. Nobody reads `unused`."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

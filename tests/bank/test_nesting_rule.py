@@ -140,8 +140,7 @@ class Graphs:
 
 
 class Replay:
-    """Replays passes; remembers which sites wait for a backward, which reads what its forward has saved. What
-    is `held` are outputs and gradients that somebody else may still read."""
+    """Replays passes, with sites that wait for a backward; `held` is what somebody else may still read."""
 
     def __init__(self, graphs: Graphs) -> None:
         self.of, self.gaps = graphs.of, graphs.gaps

@@ -282,8 +282,7 @@ class Attention(nn.Module):
 
 @pytest.mark.gpu
 def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot() -> None:
-    """With gradients and without: each variant and slot has its own grids, one for each attention kernel. The
-    next forwards stage other offsets before the first backward has read its own."""
+    """Each variant and slot has its grids. Forwards stage offsets before earlier backwards read theirs."""
     sizes: dict[str, Any] = {"tokens": ATTENDED, "num_seqs": MOST_SEQS, "width": FEATURES, "num_slots": 3}
     pair = PackPair("cuda", [Attention() for _ in range(LAYERS)], dtype=torch.bfloat16, **sizes)
     bank = pair.capture(pair.variant(), pair.variant("eval", training=False)).bank

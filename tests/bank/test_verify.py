@@ -250,8 +250,7 @@ def test_a_call_that_fails_on_one_rank_is_given_up_on_all(training: bool, error:
 
 
 def test_what_one_rank_cannot_begin_no_rank_verifies() -> None:
-    """Bug: a gradient beside `main_grad` kept that rank from it, and others waited in their first graph. They
-    would in a module's collective, too, if they compared a site that one rank cannot run."""
+    """Bug: that rank kept from it, and others waited in a graph, or would in a module's collective."""
     elsewhere, runs = iter([0][:0]), list[None]()
     layers = [Block(), Applies(lambda hidden: runs.append(None) or hidden * 2), Block()]
     bank = captured(layers, "cpu", **together(lambda said: next(elsewhere, said)))

@@ -33,10 +33,13 @@ def test_an_installation_is_told_with_versions_and_whether_it_fits(capsys: Any, 
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "megagraph: all fits"
     monkeypatch.setattr(seams.BLOCK_FORWARD.owner(), "forward", lambda self, hidden_states: None)
+    rope = seams.ATTENTION_ROPE
+    monkeypatch.setattr(rope.owner(), rope.name, lambda t, freqs, config: t)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("megagraph: does not fit: megatron-core: megatron-core ")
     assert "TransformerBlock.forward has no parameter attention_mask, rotary_pos_emb" in said
+    assert "apply_rotary_pos_emb has no parameter cu_seqlens, mscale, cp_group" in said
 
 
 def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys: Any) -> None:

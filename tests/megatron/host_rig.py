@@ -345,8 +345,7 @@ def fused_hook_call(model: Any, micro: rig.Micro, params: Any) -> Tensor:
 
 
 def run_phase(model: Any, items: Sequence[Any], values: Values, **schedule: Any) -> list[Tensor]:
-    """Megatron's schedule over micro-batches, or tuples that begin with one. Returns their values, [T] each.
-    The loss is the mean of `values(model, item)` over the rows that have a label."""
+    """Megatron's schedule over micro-batches, or tuples that begin with one. Returns their values, [T]."""
 
     def forward_step(data: Any, chunk: Any) -> tuple[Tensor, Any]:
         item = next(data)

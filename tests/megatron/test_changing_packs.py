@@ -22,8 +22,6 @@ from megagraph.packs.ops import TailConvention
 STEPS, MICROS, WARM_UP = 32 if rig.ON_GPU else 10, 3, 2
 SMALL = Capacity(tokens=64, num_seqs=4, max_seqlen=48)
 MAIN: dict[str, Any] = {"capacities": (SMALL,), "cuda_graph_warmup_steps": WARM_UP}
-# Of 64 tokens and four documents: the most and the fewest of both, and empty documents.
-EDGES = [(64,), (1,), (16,) * 4, (1,) * 4, (0, 20, 0, 5)]
 MICRO = Micro(lengths=(9, 20), tail=7)
 END = sum(MICRO.lengths)
 
@@ -141,13 +139,6 @@ def test_every_tail_convention_and_form_of_pack_has_eager_bits() -> None:
         for one, other in zip(first.steps[0].losses, run.steps[0].losses, strict=True):
             bound = 2**-7 if rig.OPTIONS.bf16 else 1e-5
             assert (one - other).abs().max() <= bound * one.abs().max()
-
-
-def test_packs_at_each_edge_of_their_capacity_replay_with_eager_bits() -> None:
-    capacity = Capacity(tokens=64, num_seqs=4, max_seqlen=64)
-    packs = [rig.Micro(lengths=lengths, seed=seed) for seed, lengths in enumerate(EDGES)]
-    run = rig.compare_runs([[rig.Micro(lengths=(9, 9))], packs], plugin={"capacities": (capacity,)})
-    assert run.report["replays"] == len(EDGES) * rig.LAYERS
 
 
 def _share(replayed: Sequence[rig.Micro], tokens: int = rig.CAPACITY.tokens) -> object:

@@ -124,14 +124,6 @@ def test_metrics_that_are_watched_keep_their_memory(trained: Any) -> None:
     assert before.isdisjoint(values.data_ptr() for values in seams.moe_metrics().values())
 
 
-def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(trained: Any) -> None:
-    trainer = trained(BOTH, **{**moe_rig.OVERLAPPED, **moe_rig.GATED})
-    where = f"megatron.core.transformer.moe.{moe_rig.PLACES['dispatch']}"
-    with mock.patch(where, moe_rig.lose), pytest.raises(OSError, match="lost"):
-        step(trainer, steps_of(3)[2])
-    assert moe_rig.tensors_of_calls(trainer) == []
-
-
 def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:
     """It would permute what stands for the rows in the eager part, where nobody reads it."""
     trainer = trained(ALL, **PADS)
@@ -262,6 +254,7 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
     ("way", "place", "changes"),
     [
         *((ROUTERS, place, {}) for place in ("dispatch", "combine")),
+        (ROUTERS, "dispatch", {**moe_rig.OVERLAPPED, **moe_rig.GATED}),
         *((PERMUTATION, place, PADS) for place in ("dispatch", "experts")),
     ],
 )

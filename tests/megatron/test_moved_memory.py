@@ -165,14 +165,11 @@ def _change_table(trainer: Any, *, in_place: bool) -> None:
     table[0] = table[0].mul_(1.5) if in_place else table[0] * 1.5
 
 
-def _move_main_grads(trainer: Any, *, in_place: bool) -> list[Tensor]:
-    """Moves every main gradient out of the DDP's buffer; all objects may stay the same ones."""
+def _move_main_grads(trainer: Any) -> list[Tensor]:
+    """Moves every main gradient out of the DDP's buffer."""
     old = [param.main_grad.detach() for param in trainer.chunk.parameters()]
     for param, grad in zip(trainer.chunk.parameters(), old, strict=True):
-        if in_place:
-            param.main_grad.data = torch.zeros_like(grad)
-        else:
-            param.main_grad = torch.zeros_like(grad)
+        param.main_grad = torch.zeros_like(grad)
         grad.fill_(float("nan"))
     return old
 
@@ -185,10 +182,9 @@ MOVES: dict[str, tuple[Callable[[Any], Any], int]] = {
     # Bug: a graph read it by its address, which nobody watched or kept alive.
     "a table that no module has": (partial(_change_table, in_place=False), 2),
     "that table in place": (partial(_change_table, in_place=True), 0),
-    "main gradients": (partial(_move_main_grads, in_place=False), 2),
-    "main gradients of the same objects": (partial(_move_main_grads, in_place=True), 2),
+    "main gradients": (_move_main_grads, 2),
     # Nothing runs eager if the host has said that it moves memory.
-    "main gradients, suspended": (partial(_move_main_grads, in_place=False), 0),
+    "main gradients, suspended": (_move_main_grads, 0),
 }
 
 

@@ -150,8 +150,7 @@ def trained(*, met: bool = False, times: int = 2) -> tuple[Trainer, Any, Sequenc
 @pytest.mark.parametrize("how", WHY)
 @on_ranks(2, tensor_parallel=2)
 def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names_it(how: str) -> None:
-    """While nobody comes to it, after a moment; at once, if the other rank is elsewhere. Bug: it ran eager,
-    and the others waited in the collectives of their graphs."""
+    """At once if the other rank is elsewhere, else after a moment. Bug: others waited in collectives."""
     trainer, holder, micros = trained()
     rank, left = distributed.get_rank(), len(micros)
     soon = mock.patch.object(parallel.peers, "patience_of_job", lambda: timedelta(seconds=1))
@@ -344,9 +343,7 @@ def _of_few_names(
     return OwnModel.run(model, input_ids, position_ids, attention_mask, None, labels, packed_seq_params)
 
 
-@pytest.mark.parametrize(
-    ("forward", "is_served"), [(_handing_on, True), (_of_few_names, False)], ids=["served", "not"]
-)
+@pytest.mark.parametrize(("forward", "is_served"), [(_handing_on, True), (_of_few_names, False)])
 @on_ranks(2, tensor_parallel=2)
 def test_all_wait_for_a_forward_that_one_rank_alone_gets_between_steps(forward: Any, is_served: bool) -> None:
     """Bug: it ran its packs as given, beside collectives of a capacity's rows, and was refused alone."""

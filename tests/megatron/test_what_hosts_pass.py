@@ -79,8 +79,7 @@ def test_a_schedule_that_is_told_of_no_length_learns_from_packs_alone(install: r
 @pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_mask_beside_a_pack_reaches_the_layers(install: rig.Install, mode: str, is_behind: bool) -> None:
-    """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it. Later one
-    that a hook handed to the block, behind the model's forward, still was."""
+    """Bug: it was dropped without a word, in both modes; later one that a hook gave the block still was."""
     trainer = trained(install, mode=mode)
     before = rig.report_of(trainer)
     mask = torch.zeros(1, 1, rig.ONE.physical, rig.ONE.physical, dtype=torch.bool, device=trainer.device)

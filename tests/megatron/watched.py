@@ -37,8 +37,7 @@ def forget_loss_scale() -> None:
 
 
 def free_models() -> None:
-    """Undoes these cycles in all models that there are. Call it where none of them is used again. Gives back
-    the memory of a GPU that they had, which other processes may need."""
+    """Undoes these cycles in all models, of which none may be used again, and gives back a GPU's memory."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.core.transformer.transformer_layer import TransformerLayer
