@@ -79,12 +79,7 @@ CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PAC
     ],
 )
 def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_after_it(
-    files: Files,
-    monkeypatch: MonkeyPatch,
-    has_file: bool,
-    variables: dict[str, str],
-    given: tuple[str, ...],
-    expected: dict[str, Any] | None,
+    files: Files, monkeypatch: Any, has_file: bool, variables: Any, given: Any, expected: Any
 ) -> None:
     path = files.script(WITNESS)
     for name, value in variables.items():
@@ -140,9 +135,7 @@ ENDS += [SystemExit(0), SystemExit(7), SystemExit("a sentence")]
 
 
 @pytest.mark.parametrize("end", ENDS, ids=repr)
-def test_how_the_script_ends_comes_through_with_the_report_written(
-    files: Files, capsys: CaptureFixture[str], caplog: LogCaptureFixture, end: BaseException
-) -> None:
+def test_the_scripts_end_comes_through_with_a_report(files: Any, capsys: Any, caplog: Any, end: Any) -> None:
     """A user's ValueError was taken for bad input, exit code 2. For want of a GPU nothing told of --cpu."""
     report = files.folder / "reports" / "report.json"
     with pytest.raises(type(end)) as raised:

@@ -77,14 +77,7 @@ class PerTokenModel(OwnModel):
 class OwnBlock(TransformerBlock):
     """Runs its layers itself; what `between` does there is a subclass's."""
 
-    def forward(
-        self,
-        hidden_states: Any,
-        attention_mask: Tensor | None,
-        rotary_pos_emb: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **further: Any,
-    ) -> Any:
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=None, **further):
         given = {
             "attention_mask": attention_mask,
             "rotary_pos_emb": rotary_pos_emb,

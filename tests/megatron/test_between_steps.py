@@ -122,9 +122,7 @@ def test_packs_that_run_eager_push_no_graphs_tables_out(trainer: Trainer) -> Non
     assert rig.report_of(trainer)["replays"] == 2 * rig.LAYERS
 
 
-def test_nothing_is_captured_under_a_mode_nor_in_anomaly_detection(
-    pair: rig.Pair,
-) -> None:
+def test_nothing_is_captured_under_a_mode_nor_in_anomaly_detection(pair: rig.Pair) -> None:
     """Both would be part of the graphs. Bug: an anomaly was found in what a capture leaves unfilled."""
     modes = nullcontext, SeesOps, partial(torch.autograd.set_detect_anomaly, True), nullcontext
     for mode, graphs in zip(modes, (0, 0, 0, 2 * rig.LAYERS), strict=True):

@@ -23,6 +23,7 @@ from megagraph.bank.capture import CapturePlan
 LAYERS = 6
 FULL = rig.Micro(lengths=(64,), seed=2)
 CHUNKS = {"cuda_graph_granularity": "chunk"}
+GROUPED = {"kinds": "E-E", "is_grouped": True, **moe_rig.GROUPED["swiglu"]}
 
 
 @pytest.fixture
@@ -139,12 +140,7 @@ def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(caplog: pyte
 
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(
-    ("make", "given", "layers"),
-    [
-        (rig.HybridTrainer, {}, 4),
-        (moe_rig.ExpertTrainer, {"kinds": "E-E", "is_grouped": True, **moe_rig.GROUPED["swiglu"]}, 3),
-    ],
-    ids=["hybrid", "grouped experts"],
+    ("make", "given", "layers"), [(rig.HybridTrainer, {}, 4), (moe_rig.ExpertTrainer, GROUPED, 3)]
 )
 def test_layers_of_other_models_are_joined(make: rig.Make, given: dict[str, Any], layers: int) -> None:
     report = rig.Pair(make, plugin=CHUNKS, **given).train(rig.steps_of(4, masks=True))

@@ -364,9 +364,7 @@ def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs
     assert report["eager"]["NESTING"] == trained["eager"]["NESTING"]
 
 
-def _run_parts(
-    block: Any, hidden_states: Any, attention_mask: Any, rotary_pos_emb: Any, packed_seq_params: Any, **_: Any
-) -> Any:
+def _run_parts(block, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, **_) -> Any:
     """Parts of its layers, and no layer."""
     for layer in block.layers:
         out, bias = layer.mlp(hidden_states)

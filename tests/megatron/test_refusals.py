@@ -175,8 +175,8 @@ def test_what_is_changed_of_a_model_is_refused_by_name(kind: str, said: str, cha
 
 @pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize(("options", "reason", "said"), SWITCHED)
-def test_what_is_switched_on_between_steps_is_refused_at_once_and_as_long_as_it_is_on(
-    options: dict[str, Any], reason: str, said: str, pair: rig.Pair
+def test_what_is_switched_on_is_refused_while_it_is_on(
+    options: Any, reason: str, said: str, pair: Any
 ) -> None:
     """Bug: only a new model was asked. One that had graphs got others, and one that was refused stayed so."""
     off, calls = dict.fromkeys(options), 2 * rig.LAYERS

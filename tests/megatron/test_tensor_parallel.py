@@ -304,7 +304,6 @@ def test_a_skip_that_ends_inside_of_a_step_on_one_rank_alone_leaves_it_eager() -
         ({"log_interval": 7, "poison": True}, {}, None),
         ({}, {"qk_clip": True}, "what keeps the model eager: expected the same on all ranks"),
     ],
-    ids=["an option", "the mode", "what each may have for itself", "a refusal"],
 )
 @on_ranks(2, tensor_parallel=2)
 def test_what_ranks_have_to_do_alike_is_compared_when_they_meet(plugin: Any, config: Any, told: Any) -> None:
@@ -319,26 +318,11 @@ def test_what_ranks_have_to_do_alike_is_compared_when_they_meet(plugin: Any, con
         rig.step(trainer, micros)
 
 
-@on_ranks(2, tensor_parallel=2)
-def test_what_one_rank_alone_has_to_refuse_between_steps_all_do_until_it_does_no_more() -> None:
-    trainer, _, micros = trained()
-    before, config, calls = rig.report_of(trainer), trainer.chunk.config, len(micros) * LAYERS
-    for recipe, expected in (("recipe", {"SCOPE_UNSUPPORTED": calls}), (None, {})):
-        config.quant_recipe = None if distributed.get_rank() else recipe
-        rig.step(trainer, micros)
-        after = rig.report_of(trainer)
-        assert rig.eager_since(after, before) == expected
-        said, before = "".join(after["failures"]), after
-        assert "quantization by recipe" in said if recipe else not said
-
-
 def _handing_on(model: Any, *args: Any, **kwargs: Any) -> Any:
     return GPTModel.forward(model, *args, **kwargs)
 
 
-def _of_few_names(
-    model: Any, input_ids: Any, position_ids: Any, attention_mask: Any, labels: Any, packed_seq_params: Any
-) -> Any:
+def _of_few_names(model, input_ids, position_ids, attention_mask, labels, packed_seq_params) -> Any:
     model.tables = types.MethodType(OwnModel.tables, model)
     return OwnModel.run(model, input_ids, position_ids, attention_mask, None, labels, packed_seq_params)
 
