@@ -40,7 +40,7 @@ class PlainMixer(nn.Module):
         self.rate = nn.Parameter(torch.full((), 0.1))
         self.norm_weight = nn.Parameter(torch.ones(d_model))
 
-    def forward(self, hidden_states: Any, inference_context: Any = None, packed_seq_params: Any = None) -> Any:
+    def forward(self, hidden_states, inference_context: Any = None, packed_seq_params: Any = None) -> Any:
         assert inference_context is None
         rows = hidden_states.size(0)
         document = self._documents(packed_seq_params, rows)
