@@ -281,7 +281,6 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Rewinds:
 @pytest.mark.parametrize(
     ("inner", "draws"),
     [(drawing, True), (lambda: Recomputed(drawing(), reentrant=False), True), (Block, False)],
-    ids=["a dropout inside", "a dropout inside of that", "dropouts outside alone"],
 )
 def test_only_a_repeated_draw_is_noticed(followed: Rewinds, inner: Any, draws: bool, reentrant: bool) -> None:
     layers = nn.Sequential(nn.Dropout(), Recomputed(inner(), reentrant=reentrant), nn.Dropout(0.1))

@@ -131,11 +131,12 @@ WAYS = {
 # One pack, and tails that it is given.
 PACK = Micro(lengths=(9, 14, 5))
 TAILS = (0, 1, 13, CAPACITY.tokens // 2)
-# Where a layer of experts can fail, in megatron.core.transformer.moe.
+_ALLTOALL = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher"
+# Where a layer of experts can fail.
 PLACES = {
-    "dispatch": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_dispatch",
-    "experts": "experts.SequentialMLP.forward",
-    "combine": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_combine",
+    "dispatch": f"{_ALLTOALL}.token_dispatch",
+    "experts": "megatron.core.transformer.moe.experts.SequentialMLP.forward",
+    "combine": f"{_ALLTOALL}.token_combine",
 }
 
 

@@ -15,6 +15,7 @@ from megagraph._C import Capacity
 
 MODES = ("off", "eager", "graph")
 Steps = Sequence[Sequence[Micro]]
+Runs = dict[str, Run]  # by mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +84,7 @@ def run(
     return train(graph_config(mode=mode, **changes), steps, make, **(given or {}))
 
 
-def three_modes(
-    steps: Steps, make: Make = ModelTrainer, capacities: Any = (CAPACITY,), **given: Any
-) -> dict[str, Run]:
+def three_modes(steps: Steps, make: Make = ModelTrainer, capacities: Any = (CAPACITY,), **given: Any) -> Runs:
     """The same run in each mode, all of the same bits."""
     runs = {mode: run(mode, steps, make, given, capacities=tuple(capacities)) for mode in MODES}
     for mode in MODES[1:]:

@@ -118,7 +118,6 @@ def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
         partial(_raise_in_backward, of="decoder.final_layernorm.weight"),
         partial(_raise_in_backward, of="embedding.word_embeddings.weight"),
     ],
-    ids=["loss", "before-the-layers", "after-the-layers"],
 )
 @pytest.mark.parametrize("is_warm", [False, True], ids=["while-warming-up", "while-replaying"])
 def test_training_goes_on_with_eager_bits(broken: Break, is_warm: bool, pair: rig.Pair) -> None:
