@@ -228,28 +228,13 @@ def test_all_combinations_are_refused_that_megatron_refuses_and_no_others() -> N
     assert min(seen.values()) > 500
 
 
-NARROW, APART = "moe_router_padding_for_quantization", "overlap_dispatch_backward_with_experts_wgrad"
-
-
-@pytest.mark.parametrize(
-    ("option", "changes", "broken_by", "legal", "said"),
-    [
-        # Megatron asks by the option's older name only. It comes with fp8 alone, which is refused.
-        (NARROW, {}, PERMUTES, [("moe_router",)], "counts from the device; leave it out (R12)"),
-        # Allowed with Transformer Engine's experts only. Without scopes no layer of experts is graphed whole.
-        (APART, PADS, ("attn", "moe"), [ROUTER, ()], "leave one of them out (M3)"),
-    ],
-)
-def test_rules_of_options_that_megatrons_checks_know_elsewhere_only(
-    option: str, changes: Config, broken_by: Sequence[str], legal: Any, said: str
-) -> None:
-    """By a config as it is."""
-    config, layers = transformer_config(OPTIONS, **moe_rig.BASE, **changes), model().decoder.layers
-    assert broken_rule(config, broken_by, layers) is None
-    setattr(config, option, True)
-    _reason, sentence = broken_rule(config, broken_by, layers) or pytest.fail("no rule is broken")
-    assert sentence.endswith(said)
-    assert all(broken_rule(config, scopes, layers) is None for scopes in legal)
+def test_rule_12_of_rows_that_are_padded_for_narrow_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Megatron asks by the option's older name only. It comes with fp8 alone, which is refused."""
+    config = transformer_config(OPTIONS, **moe_rig.BASE)
+    monkeypatch.setattr(config, "moe_router_padding_for_quantization", True)
+    broken = broken_rule(config, ("moe_router", "moe_preprocess"), [])
+    assert broken is not None and broken[1].endswith("counts from the device; leave it out (R12)")
+    assert broken_rule(config, ("moe_router",), []) is None
 
 
 # Of layers "E-": options, and what is graphed if nothing is named.
@@ -308,6 +293,18 @@ def test_rule_m2_refuses_a_choice_of_experts_by_a_host(when: str, install: Insta
             refused_by("M2", whose, scopes)
         assert refusal_of(grouped, None, scopes_of(grouped, ())) is None
         megagraph.uninstall()
+
+
+def test_rule_m3_refuses_gradients_of_experts_that_are_made_apart() -> None:
+    """By a config as it is: Megatron allows the option with Transformer Engine's experts only."""
+    config = transformer_config(OPTIONS, **{**moe_rig.BASE, **PADS})
+    layers = model().decoder.layers
+    assert broken_rule(config, ("attn", "moe"), layers) is None
+    config.overlap_dispatch_backward_with_experts_wgrad = True
+    _reason, sentence = broken_rule(config, ("attn", "moe"), layers) or pytest.fail("no rule is broken")
+    assert sentence.endswith("leave one of them out (M3)")
+    assert broken_rule(config, ("attn", "moe_router"), layers) is None
+    assert broken_rule(config, (), layers) is None  # no layer with experts is graphed whole
 
 
 # -- docs/scopes.md ------------------------------------------------------------------------------
