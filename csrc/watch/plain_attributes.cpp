@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
-constexpr int kDeepestHeld = 8;
+constexpr size_t kDeepestHeld = 8;
 
 // A copy, as asking for tensors and comparing may run Python. Less what each module of torch has.
 py::dict attributes(const py::object& module) {
@@ -48,41 +48,55 @@ bool is_deque(PyObject* value) {
   return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type.ptr()));
 }
 
-// What a value of containers holds, with where in it that is. Of a copy: `use` may run Python.
+// Calls `use` with what a container holds and the key or index of each. Of a copy: `use` may run
+// Python.
 template <typename Use>
 void for_each_item(const py::handle& value, const Use& use) {
-  const auto place_of = [](const py::handle& place) {
-    return "[" + py::repr(place).cast<std::string>() + "]";
-  };
   PyObject* const it = value.ptr();
   if (PyDict_Check(it)) {
     for (const auto& [key, item] : py::reinterpret_steal<py::dict>(PyDict_Copy(it))) {
-      use(place_of(key), py::reinterpret_borrow<py::object>(item));
+      use(py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(item));
     }
   } else if (PyList_Check(it) || PyTuple_Check(it) || is_deque(it)) {
     size_t place = 0;
     for (const py::handle item : py::tuple(py::reinterpret_borrow<py::object>(value))) {
-      use(place_of(py::int_(place++)), py::reinterpret_borrow<py::object>(item));
+      use(py::int_(place++), py::reinterpret_borrow<py::object>(item));
     }
   }
 }
 
-// Calls `use` with each tensor of an attribute and its place in it, empty if it is the attribute.
-template <typename Use>
-void for_each_tensor(const py::handle& value, const Use& use, const std::string& place = "",
-                     int depth = 0) {
-  if (is_tensor(value.ptr())) {
-    use(place, value);
-  } else if (depth < kDeepestHeld) {
-    for_each_item(value, [&](const std::string& inside, const py::object& item) {
-      for_each_tensor(item, use, place + inside, depth + 1);
-    });
+// Finds tensors in containers, each container once: some know each other.
+class TensorSearch {
+ public:
+  // Calls `use` with each tensor of a value and its place in it, empty if it is the value.
+  template <typename Use>
+  void run(const py::handle& value, const Use& use) {
+    if (is_tensor(value.ptr())) {
+      use(place(), value);
+    } else if (keys_.size() < kDeepestHeld && met_.insert(value.ptr()).second) {
+      for_each_item(value, [&](const py::object& key, const py::object& item) {
+        keys_.push_back(key);
+        run(item, use);
+        keys_.pop_back();
+      });
+    }
   }
-}
+
+ private:
+  std::string place() const {
+    std::string found;
+    for (const py::object& key : keys_) found += "[" + py::repr(key).cast<std::string>() + "]";
+    return found;
+  }
+
+  std::vector<py::object> keys_;  // that lead to where it is
+  std::set<PyObject*> met_;
+};
 
 bool holds_tensor(const py::object& value) {
   bool found = false;
-  if (value) for_each_tensor(value, [&](const std::string&, const py::handle&) { found = true; });
+  const auto note = [&](const std::string&, const py::handle&) { found = true; };
+  if (value) TensorSearch().run(value, note);
   return found;
 }
 
@@ -181,11 +195,12 @@ bool has_same_content(const py::object& before, const py::object& now) {
 }
 
 // What a value holds that may change while it stays the same object, and what is held in that.
-void append_contents(PlainAttributes::Contents& found, const py::object& value, int depth = 0) {
+void append_contents(PlainAttributes::Contents& found, const py::object& value, size_t depth = 0) {
   const auto is_it = [&](const auto& each) { return each.first.is(value); };
-  if (depth > kDeepestHeld || std::any_of(found.begin(), found.end(), is_it)) return;
+  if (depth > kDeepestHeld || is_plain(value.ptr())) return;
+  if (std::any_of(found.begin(), found.end(), is_it)) return;
   if (const py::object content = content_of(value)) found.emplace_back(value, content);
-  for_each_item(value, [&](const std::string&, const py::object& item) {
+  for_each_item(value, [&](const py::object&, const py::object& item) {
     append_contents(found, item, depth + 1);
   });
 }
@@ -204,7 +219,7 @@ py::dict plain_tensors(const NamedModules& modules) {
     const std::string prefix = where.empty() ? "" : where + ".";
     for (const auto& [attribute, value] : attributes(module)) {
       const std::string path = prefix + attribute.cast<std::string>();
-      for_each_tensor(value, [&](const std::string& inside, const py::handle& tensor) {
+      TensorSearch().run(value, [&](const std::string& inside, const py::handle& tensor) {
         if (known.insert(tensor.ptr()).second) found[py::str(path + inside)] = tensor;
       });
     }

@@ -316,7 +316,10 @@ def test_what_a_call_changes_inside_of_a_value_is_put_back_and_its_site_stays_ea
 ) -> None:
     """Bug: a capture counted or drew as well, and verification took draws for noise."""
     keep, given = INSIDE[name]
-    keeps = Keeps(keep, **copy.deepcopy(given))
+    tangle: list[Any] = [{} for _ in range(40)]
+    for each in tangle:
+        each.update(dict.fromkeys(range(40), tangle))  # more paths than anybody can walk
+    keeps = Keeps(keep, **copy.deepcopy(given), tangle=tangle)
     pair = Pair(device, [Block(), nn.Sequential(keeps, Block())])
     before = stand_of(keeps.own)
     pair.capture()
