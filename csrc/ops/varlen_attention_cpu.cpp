@@ -97,7 +97,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_attention_backward_cpu(
   dq.zero_();
   dk.zero_();
   dv.zero_();
-  if (q.numel() == 0) return {dq, dk, dv};  // no heads are shared by none
+  if (q.numel() == 0) return {dq, dk, dv};  // shares of no heads have no number
   const double scale = softmax_scale_or_default(q, softmax_scale);
   const int64_t heads = q.size(1);
   // Query heads that share a key head add up.

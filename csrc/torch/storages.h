@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Storages: over memory that has its own owner, or given up by a tensor that lives on for its
-// history.
+// Storages: over memory that has its own owner, given up by a tensor that lives on for its history,
+// or with numbers that calls read.
 //
 // No release differs. at::from_blob() cannot make a storage that resizes as Megatron expects it.
 // Autograd saves a tensor itself, or another one over its storage: both counts of owners tell.

@@ -96,10 +96,10 @@ class ScheduledSteps:
 
     def __next__(self) -> list[MicroBatch]:
         try:
-            given, device = next(self._documents, None), self._device
-            documents = None if given is None else [*given]
-            contents = self._contents_of(documents)
-            own = [[torch.cat([it[key]]).to(device) for key, _ in contents.dtypes] for it in documents or ()]
+            ours = None if (given := next(self._documents, None)) is None else [*given]
+            contents = self._contents_of(ours)
+            # Copied here, where others hear of what cannot be read. No copy is a view that negates.
+            own = [[it[key].to(self._device, copy=True) for key, _ in contents.dtypes] for it in ours or ()]
         except Exception as error:  # the others wait to hear of it
             self._gather(_Contents(self._limits.as_dict(), error=f"{type(error).__name__}: {error}"))
             raise
@@ -114,7 +114,7 @@ class ScheduledSteps:
         schedule, group = schedule_packs(lengths, self._limits), self._groups.parent
         names, types = zip(*next(contents.dtypes for contents in every if contents.lengths), strict=True)
         dealing = PackDealing(schedule, self._limits, [contents.lengths for contents in every], group.rank())
-        sent, taken_rows = dealing.outgoing(own, types, device), dealing.taken_rows
+        sent, taken_rows = dealing.outgoing(own, types, self._device), dealing.taken_rows
         taken = sent.new_empty(sum(taken_rows), sent.size(1))
         # Every byte goes to those ranks only that need it.
         distributed.all_to_all_single(taken, sent, taken_rows, dealing.sent_rows, group=group)

@@ -62,7 +62,7 @@ def get_gpt_block_varlen_spec(
         kwargs: for `get_gpt_layer_varlen_spec()`, in place of what `config` says.
 
     Raises:
-        TypeError: if `config` is none.
+        TypeError: if `config` is none. ValueError: if its `moe_layer_freq` lists other layers.
     """
     from megatron.core.transformer import transformer_block, transformer_layer
 
@@ -72,6 +72,8 @@ def get_gpt_block_varlen_spec(
     layers = [get_gpt_layer_varlen_spec(**{"num_experts": it} | own) for it in (None, config.num_moe_experts)]
     every = config.moe_layer_freq
     pattern = every if isinstance(every, list) else [at % every == 0 for at in range(config.num_layers)]
+    if len(pattern) != config.num_layers:
+        raise ValueError(f"moe_layer_freq: expected {config.num_layers} entries, one a layer, got {every}")
     first = transformer_layer.get_transformer_layer_offset(config, vp_stage, pp_rank)
     end = first + transformer_block.get_num_layers_to_build(config, vp_stage, pp_rank)
     return transformer_block.TransformerBlockSubmodules(

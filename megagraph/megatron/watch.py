@@ -136,7 +136,7 @@ class LayerWatch(_C.ModuleWatch):
         is_expected_hook: Callable[[Callable[..., Any]], bool],
         stay_eager: Collection[int] = (),
     ) -> None:
-        self.stay_eager = out = {*stay_eager}  # one set, which the first function knows
+        self.stay_eager = out = sorted(stay_eager)  # one list, which the first function knows
         super().__init__(lambda: _modules_of(specs, out), lambda: _state_of(specs))
         self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
         self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
@@ -189,9 +189,9 @@ class LayerWatch(_C.ModuleWatch):
 
     def leave_out(self, stay_eager: Collection[int]) -> bool:
         """Takes layers that stay eager out of the state. Whether its hash is another one from now on."""
-        if {*stay_eager} == self.stay_eager:
+        if sorted(stay_eager) == self.stay_eager:
             return False
-        self.stay_eager ^= self.stay_eager ^ {*stay_eager}
+        self.stay_eager[:] = sorted(stay_eager)
         self.follow_anew()
         self._watch_state()
         return True

@@ -139,6 +139,14 @@ def test_layers_of_a_block_are_as_the_config_says() -> None:
         assert last[0].submodules.self_attention.submodules.q_layernorm is norm
 
 
+def test_a_pattern_of_other_layers_is_refused_by_name() -> None:
+    """Bug: the block had as many layers as the pattern has entries."""
+    config = transformer_config(OPTIONS, num_moe_experts=2, add_bias_linear=False)
+    config.moe_layer_freq = [1]
+    with pytest.raises(ValueError, match=r"^moe_layer_freq: expected 2 entries, one a layer, got \[1\]$"):
+        megagraph.get_gpt_block_varlen_spec(config)
+
+
 def test_which_norms_are_ours_and_that_another_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of queries and keys; another one as where Apex is installed."""
     attention = megagraph.get_gpt_layer_varlen_spec(qk_l2_norm=True).submodules.self_attention.submodules

@@ -164,9 +164,8 @@ def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
     has_ranks = config.context_parallel_size > 1 or bool(options.cp_sizes)
     if has_ranks and getattr(model, "position_embedding_type", None) == "mrope":
         yield _set("multimodal RoPE with context parallelism", model, "position_embedding_type")
-    # Ours keep cosines and sines, without a history.
     if any("rotary_pos_emb." in name and it.requires_grad for name, it in model.named_parameters()):
-        yield "a learned rotary table"
+        yield "a learned rotary table"  # ours keep cosines and sines, without a history
     if (problem := seams.unfit(model)) is not None:
         yield f"a model of which {problem}"
     prediction = getattr(model, "mtp", None)
