@@ -95,7 +95,8 @@ def run_script(options: argparse.Namespace) -> None:
             if options.is_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(name, run_name="__main__")
+                # As Python does since 3.9: a script that goes elsewhere still finds its own `__file__`.
+                runpy.run_path(os.path.abspath(name), run_name="__main__")
     except Exception:
         if not torch.cuda.is_available() and not options.cpu:
             log.warning("the script has failed on a machine without a GPU: if it asks for one, add --cpu")
