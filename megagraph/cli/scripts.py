@@ -39,6 +39,14 @@ class EnoughError(BaseException):
     """Ends a script in `run_steps()`; no Exception, which the script might handle."""
 
 
+class _Script(argparse.Action):
+    """A script, and its arguments as they were typed."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        # Before Python 3.13 a `--` before the script is there as well.
+        namespace.script, *namespace.arguments = values[values[0] == "--" :]
+
+
 def add_script(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     """Adds what names a script, and what it runs under."""
     add_config_options(parser)
@@ -50,8 +58,12 @@ def add_script(parser: argparse.ArgumentParser, *, is_optional: bool = False) ->
         action="store_true",
         help="without a GPU: what Megatron does on CUDA devices happens on the CPU",
     )
-    parser.add_argument("script", nargs="?" if is_optional else None, help="the script, run as __main__")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script").required = False
+    # One of argparse's for both: of two, the first would swallow a `--` that is the script's own.
+    what = "the script, run as __main__, and what is handed to it"
+    shown = "[script]" if is_optional else None
+    script = parser.add_argument("script", nargs=argparse.PARSER, action=_Script, metavar=shown, help=what)
+    script.required = not is_optional
+    parser.set_defaults(arguments=[])
 
 
 def check_script(options: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ def test_what_runs_is_main_with_its_own_arguments(files: Files, monkeypatch: Any
     path = package / "training.py"
     path.write_text(WITNESS)
     monkeypatch.chdir(files.folder)
-    arguments = ["--lr", "3", "--config", "its-own.toml", "-h", "--", "last"]
+    arguments = ["--", "--lr", "3", "--config", "its-own.toml", "-h", "--", "last"]
     argv, paths, program = sys.argv, list(sys.path), sys.modules["__main__"]
     try:
         named = ["-m", "a_package.training"] if is_module else [path]
