@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _prepare(options: argparse.Namespace) -> Callable[[], int]:
-    check_json(options.json)
+    options.json = check_json(options.json)
     if not FEWEST_STEPS <= options.steps <= _MOST_STEPS:
         least = f"at least {FEWEST_STEPS}" if options.steps < FEWEST_STEPS else f"at most {_MOST_STEPS}"
         raise ValueError(f"--steps: expected {least}, got {options.steps}")

@@ -47,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _prepare(options: argparse.Namespace) -> Callable[[], int]:
-    check_json(options.json)
+    options.json = check_json(options.json)
     if options.report is not None:
         if options.script is not None:
             raise ValueError(f"--report: expected this or a script, got both: {options.script}")

@@ -62,15 +62,19 @@ def add_json(options: "argparse._ActionsContainer") -> None:
     options.add_argument("--json", type=Path, nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help=what)
 
 
-def check_json(path: Path | None, read: Path | None = None) -> None:
-    """Raises `ValueError` if it cannot be written, or is what is `read`, or the script behind `--json`."""
-    if path is None:
-        return
+def check_json(path: Path | None, read: Path | None = None) -> Path | None:
+    """Raises `ValueError` if it cannot be written, or is what is `read`, or the script behind `--json`.
+
+    Returns it as seen from the folder of now, which a script may leave.
+    """
+    if path is None or path == STANDARD_OUTPUT:
+        return path
     if path.suffix in (".py", ".toml"):
         raise ValueError(f"--json: expected a file for the JSON, got {path}; for none write --json -")
     check_target("--json", path)
     if read is not None and path.exists() and path.samefile(read):
         raise ValueError(f"--json: expected another file than the report that is read, got {path}")
+    return path.absolute()
 
 
 def write_json(command: str, path: Path, reports: Sequence[Mapping[str, Any]], /, **more: Any) -> ExitCode:

@@ -64,6 +64,16 @@ def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys:
     assert remedy in shown and "layer 3: a hook" in shown and "30 (30.0%)" in shown
 
 
+@pytest.mark.megatron
+@pytest.mark.parametrize(("command", "code"), [("doctor", 1), ("advise", 3)])
+def test_json_is_where_it_was_asked_for(files: Files, monkeypatch: Any, command: str, code: int) -> None:
+    """Bug: a script that changed its folder took the file with it."""
+    monkeypatch.chdir(files.folder)
+    away = files.script("import os; os.chdir(os.path.dirname(__file__))")
+    assert main([command, "--json", "out.json", str(away)]) == code
+    assert (files.folder / "out.json").is_file()
+
+
 def rehearsed(files: Files, capsys: pytest.CaptureFixture[str], script: str, code: int) -> dict[str, Any]:
     out = files.folder / "out.json"
     command = ["doctor", "--json", str(out), "--config", str(files.toml()), str(files.script(script)), "9"]
