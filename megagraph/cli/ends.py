@@ -72,6 +72,10 @@ def check_json(path: Path | None, read: Path | None = None) -> Path | None:
     if path.suffix in (".py", ".toml"):
         raise ValueError(f"--json: expected a file for the JSON, got {path}; for none write --json -")
     check_target("--json", path)
+    if path.is_file():  # of what has no suffix, the script as well
+        with path.open("rb") as file:
+            if file.read(1) not in (b"", b"{"):
+                raise ValueError(f"--json: expected a new file or one of JSON, got {path}")
     if read is not None and path.exists() and path.samefile(read):
         raise ValueError(f"--json: expected another file than the report that is read, got {path}")
     return path.absolute()

@@ -57,6 +57,7 @@ doctor --report list.json -> list.json: expected an object with a list 'models'
 doctor --report report.json script.py -> --report: expected this or a script, got both: script.py
 doctor --json script.py -> --json: expected a file for the JSON, got script.py; for none write --json -
 doctor --json folder -> --json: expected a file, folder is a folder
+doctor --json text.txt script.py -> --json: expected a new file or one of JSON, got text.txt
 doctor --set mode=fast -> --set: mode: expected one of graph, eager, off, got 'fast'
 doctor -m -> -m: expected a module
 run --json script.py other.py -> --json: expected a file for the JSON, got script.py; for none write --json -
