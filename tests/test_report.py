@@ -355,7 +355,7 @@ def ran(replays: int, needed: tuple[int, int, int] | None = None, **eager: int) 
     return {"calls": calls, "replays": replays, "eager": eager, "most_needed": most}
 
 
-RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs"
+RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs (num_seqs in capacities)"
 NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
 
 
@@ -375,7 +375,7 @@ NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
         ),
         (
             [ran(0, (640, 7, 9), TOO_MANY_TOKENS=15)],
-            "nothing replayed: 100 % eager, TOO_MANY_TOKENS: raise max_seqlen_per_dp_cp_rank to 640 (packs",
+            "nothing replayed: 100 % eager, TOO_MANY_TOKENS: raise max_seqlen_per_dp_cp_rank (tokens in",
         ),
         (
             [ran(0, (60, 7, 31), SEQUENCE_TOO_LONG=15)],

@@ -31,7 +31,7 @@ from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
 from megagraph.megatron import seams
-from megagraph.reasons import verdict
+from megagraph.reasons import EagerReason, verdict
 from megagraph.report import STANDARD_OUTPUT, check_target, versions
 
 __all__ = ["add_parser", "quiet_megatron"]
@@ -209,7 +209,8 @@ def _show(
     console: Console, agreement: Agreement, report: dict[str, Any], times: tuple[StepTimes, StepTimes] | None
 ) -> None:
     console.print(report_table([report]))
-    said = verdict([report]).replace("cuda_graph_max_packed_seqs", "--max-packed-seqs")  # as typed here
+    remedy = EagerReason.TOO_MANY_SEQUENCES.remedy
+    said = verdict([report]).replace(remedy, "raise --max-packed-seqs")  # as typed here
     console.print(said, markup=False, highlight=False, soft_wrap=True)
     losses = agreement.losses
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {agreement.steps} steps")

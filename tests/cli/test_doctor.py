@@ -53,7 +53,7 @@ def test_a_report_is_explained_by_reason_with_what_to_do(tmp_path: Path, capsys:
     assert main([*AS_JSON, "--report", str(path)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["models"] == [model]
-    remedy = "raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
+    remedy = "raise cuda_graph_max_packed_seqs (num_seqs in capacities) to 8 (packs held up to 7)"
     nothing = "nothing to do in the first steps (layer 3: a hook)"
     assert document["explained"] == [
         {"model": "GPTModel", "reason": reason, "calls": calls, "share": calls / 100, "remedy": what}

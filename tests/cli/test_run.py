@@ -15,6 +15,7 @@ from run_scripts import TOML, TRAINING, WITNESS, Files, run_python
 
 from megagraph.cli import main
 from megagraph.cli.reports import read_report
+from megagraph.reasons import EagerReason
 
 pytestmark = pytest.mark.megatron
 
@@ -223,7 +224,7 @@ def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
 
 def test_a_run_ends_with_what_was_replayed_or_why_that_is_not_known(files: Files, capsys: Any) -> None:
     seven = TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)")  # documents in a pack
-    raise_it = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs to 8 (packs held up to 7)"
+    raise_it = f"TOO_MANY_SEQUENCES: {EagerReason.TOO_MANY_SEQUENCES.remedy} to 8 (packs held up to 7)"
     for script, toml, said in (
         (
             "import megagraph; megagraph.uninstall()",
