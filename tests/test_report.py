@@ -242,6 +242,7 @@ WRONG_VALUES: list[tuple[str, object]] = [
     *(("capacities", [{"tokens": 4}]), ("padding_share", "1%")),
     # Bug: of these each ended in a traceback.
     *(("failures", [5]), ("cuda_graph_modules", 5), ("slots", "one"), ("most_needed", 5)),
+    ("most_needed", {"tokens": 4, "num_seqs": 4, "max_seqlen": "4"}),
     *(("cp_sizes", {"1": 5}), ("verification", {"unverified_sites": [{}]})),
 ]
 

@@ -106,7 +106,10 @@ _TEXTS = ("a list of strings", lambda it: isinstance(it, list) and all(type(each
 _FURTHER: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("failures", "cuda_graph_modules"), _TEXTS),
     "slots": ("a count", _is_count),
-    "most_needed": ("tokens and num_seqs, or null", lambda it: it is None or _is_capacity(it)),
+    "most_needed": (
+        "tokens, num_seqs and max_seqlen, or null",
+        lambda it: it is None or (_is_capacity(it) and _is_count(it.get("max_seqlen", 0))),
+    ),
     "cp_sizes": (
         "counts by size",
         lambda it: isinstance(it, dict) and all(_EXPECTED["eager"][1](each) for each in it.values()),
