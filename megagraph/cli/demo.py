@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import megagraph
-from megagraph.cli.ends import ExitCode, Screen, write_json
+from megagraph.cli.ends import ExitCode, Screen, check_json, write_json
 from megagraph.cli.reports import report_table
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
@@ -32,7 +32,7 @@ from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
 from megagraph.megatron import seams
 from megagraph.reasons import EagerReason, verdict
-from megagraph.report import STANDARD_OUTPUT, check_target, versions
+from megagraph.report import STANDARD_OUTPUT, versions
 
 __all__ = ["add_parser", "quiet_megatron"]
 
@@ -86,7 +86,7 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
         max_seqlen_per_dp_cp_rank=options.pack_tokens if counts else None,
         cuda_graph_warmup_steps=options.warmup_steps,
     )
-    check_target("--json", options.json)
+    check_json(options.json)
     work = partial(_execute, options, config, _packs(options))
     quiet_megatron()
     seams.check_core()

@@ -79,6 +79,8 @@ def check_script(options: argparse.Namespace) -> None:
             raise ValueError(f"-m: expected a module, found none named {name}")
     elif not Path(name).is_file():
         raise ValueError(f"expected a script, {name} is no file")
+    elif not os.access(name, os.R_OK):
+        raise ValueError(f"expected a script, {name} cannot be read")
     if options.cpu and torch.cuda.is_available():
         raise ValueError("--cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=")
 

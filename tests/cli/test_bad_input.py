@@ -37,6 +37,7 @@ demo --data long.jsonl -> long.jsonl:1: document of 600 tokens is over the limit
 demo --data long.jsonl --max-document 30 -> long.jsonl:1: document of 600 tokens is over the limit of 30;
 demo --data short.jsonl -> short.jsonl:2: document of 1 tokens is under the minimum of 2
 demo --json . -> --json: expected a file, . is a folder
+demo --json script.py -> --json: expected a file for the JSON, got script.py; for none write --json -
 demo --json text.txt/new.json -> --json: expected a file that can be written, got text.txt/new.json
 demo --json text.txt/deeper/new.json -> --json: expected a file that can be written, got text.txt/deeper/
 run -> the following arguments are required: script; see megagraph run --help
@@ -159,6 +160,11 @@ def test_the_cpu_is_not_asked_for_beside_a_gpu(refused: Refused, monkeypatch: Mo
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     said = "megagraph run: --cpu: this machine has a GPU; hide it with CUDA_VISIBLE_DEVICES=\n"
     assert refused("run", "--cpu", "script.py") == said
+
+
+def test_a_script_that_nobody_may_read_is_bad_input(refused: Refused, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda _path, _mode: False)  # for root, too
+    assert refused("run", "script.py") == "megagraph run: expected a script, script.py cannot be read\n"
 
 
 @pytest.mark.parametrize("typed", ["run script.py", "doctor script.py", "advise script.py", "demo"])
