@@ -286,6 +286,8 @@ def test_leases_are_read_from_the_files_of_all_stages_and_wrong_ones_are_named(t
     found = read_leases(path)
     assert [*found] == ["stage 0", "stage 2"]  # that of stage 1 is not there
     assert found["stage 0"] == [(0, True, 1.0, 4.0), (1, False, 2.0, None)]
+    # Bug: a stage's file, which is read as well, was written over.
+    assert main(["report", str(path), "--json", str(tmp_path / "run.stage2.json")]) == 2
     write_report([MODEL], tmp_path / "run.stage1.json", leases={"stage 1": [[0]]})
     with pytest.raises(ValueError, match=r"run\.stage1\.json: leases\.stage 1: expected .*, got \[0\]"):
         read_leases(path)

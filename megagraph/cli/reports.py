@@ -41,7 +41,8 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
         draw_timeline(read_leases(options.file), options.timeline)
         shown = f"wrote {options.timeline}"
     elif options.json is not None:
-        check_json(options.json, options.file)
+        for each in _documents(options.file):
+            check_json(options.json, each)
         return partial(write_json, "report", options.json, reports, verdict=verdict(reports))
     return partial(_show, shown, verdict(reports))
 
