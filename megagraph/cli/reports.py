@@ -68,6 +68,7 @@ class Lease(NamedTuple):
     end: float | None  # None while it was held
 
 
+_MOST_STAGES = 10_000  # for each of which a file is looked for
 # Further than any clock has run.
 _FAR_MS = 1e15
 
@@ -164,8 +165,7 @@ def _is_lease(value: Any) -> bool:
 def _documents(path: Path) -> dict[Path, dict[str, Any]]:
     """A report, and those of further stages that lie beside it, by their files."""
     found = {path: _read(path)}
-    stages = found[path].get("stages", 1)
-    further = (path_of_stage(path, stage) for stage in range(1, stages if _is_count(stages) else 1))
+    further = (path_of_stage(path, stage) for stage in range(1, found[path].get("stages", 1)))
     return found | {each: _read(each) for each in further if each.exists()}
 
 
@@ -179,6 +179,8 @@ def _read(path: Path) -> dict[str, Any]:
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, list):
         raise ValueError(f"{path}: expected an object with a list 'models', as a run of megagraph leaves it")
+    if not _is_count(stages := document.get("stages", 1)) or stages > _MOST_STAGES:
+        raise ValueError(f"{path}: stages: expected a count of at most {_MOST_STAGES}, got {stages!r}")
     for index, model in enumerate(models):
         where = f"{path}: models[{index}]"
         if missing := [key for key in _EXPECTED if not isinstance(model, dict) or key not in model]:
