@@ -10,6 +10,11 @@
 
 namespace megagraph {
 
+// What Python hands over as None, of which autograd would say that it has no device.
+inline void check_given(const at::Tensor& tensor, const char* name, const char* op) {
+  TORCH_CHECK_VALUE(tensor.defined(), op, ": ", name, " must be a tensor, got None");
+}
+
 inline void check_cu_seqlens(const at::Tensor& cu_seqlens, const char* op) {
   TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.sym_size(0) >= 1, op,
                     ": cu_seqlens must be 1-D with at least one entry, got shape ",

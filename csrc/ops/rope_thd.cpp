@@ -190,6 +190,9 @@ std::vector<at::Tensor> rope_thd_autograd(at::TensorList tensors, const at::Tens
                                           const at::Tensor& sin,
                                           const at::Tensor& cu_seqlens_padded, bool interleaved,
                                           bool mla_interleaved, int64_t cp_size, int64_t cp_rank) {
+  check_given(cos, "cos", "rope_thd");
+  check_given(sin, "sin", "rope_thd");
+  check_given(cu_seqlens_padded, "cu_seqlens_padded", "rope_thd");
   return RopeThd::apply(tensors, cos, sin, cu_seqlens_padded, interleaved, mla_interleaved, cp_size,
                         cp_rank);
 }

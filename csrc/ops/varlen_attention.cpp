@@ -143,6 +143,11 @@ std::tuple<at::Tensor, at::Tensor> varlen_attention_autograd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens_q,
     const at::Tensor& cu_seqlens_k, c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k,
     std::optional<double> softmax_scale, bool causal) {
+  check_given(q, "q", "varlen_attention");
+  check_given(k, "k", "varlen_attention");
+  check_given(v, "v", "varlen_attention");
+  check_given(cu_seqlens_q, "cu_seqlens of queries", "varlen_attention");
+  check_given(cu_seqlens_k, "cu_seqlens of keys", "varlen_attention");
   auto result = VarlenAttention::apply(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                                        max_seqlen_k, softmax_scale, causal);
   return {result[0], result[1]};
