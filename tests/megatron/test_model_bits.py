@@ -63,6 +63,7 @@ for scopes, ddp in ((("attn",), BUCKETS), (("mlp",), {}), (("attn", "mlp"), BUCK
 for scopes, other in ((("attn",), "mlp"), (("mlp",), "core_attn")):
     given = recompute(other, add_bias_linear=False)
     add(TABLE, "under recompute of the other half", Row(ModelTrainer, given, scopes))
+add(TABLE, "dense layers of a model with experts", Row(ExpertTrainer, {"kinds": "--"}))
 add(TABLE, "query groups", Row(ModelTrainer, {"query_groups": 2, "heads": 4}))
 for normalization, is_centered in (("LayerNorm", True), ("RMSNorm", False)):
     norms = {"normalization": normalization, "layernorm_zero_centered_gamma": is_centered}

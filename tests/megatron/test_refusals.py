@@ -49,7 +49,6 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"fp4": "e2m1"}, "fp4"),
         ({"quant_recipe": "recipe"}, "quantization by recipe"),
         ({"use_kitchen": True}, "quantization by Kitchen"),
-        ({"num_moe_experts": 4}, f"{OF_EXPERTS} in layers of a foreign kind"),
         ({"cpu_offloading": True}, "CPU activation offload"),
         ({"fine_grained_activation_offloading": True}, "fine-grained activation offload"),
         ({"qk_clip": True}, "clipping of attention's queries and keys"),
@@ -135,6 +134,14 @@ CHANGED: list[tuple[str, str, list[Change]]] = [
             [lambda it, to=to: setattr(it.decoder.layers[1].mlp.linear_fc1, *to) for to in marks],
         )
         for marks in ([(name, None), (name, True)] for name in ("te_quant_params", "primary_weights_in_fp8"))
+    ),
+    # Bug: the config alone was asked, and dense layers of a pipeline's stage were called so.
+    (
+        *("dense", f"{OF_EXPERTS} in layers of a foreign kind (num_moe_experts=4)"),
+        [
+            lambda it: setattr(it.config, "num_moe_experts", 4),
+            lambda it: setattr(it.decoder.layers[0], "mlp", nn.Identity()),
+        ],
     ),
     # Bug: it wants offsets that reach the last row, so that its canonical pack raised in the first step.
     (

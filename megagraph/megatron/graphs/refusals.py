@@ -243,10 +243,11 @@ def _unsupported_experts(config: Any, block: Any) -> Iterator[str]:
     if any(kind in _LOOK_AT_ALL_ROWS for kind in ([kinds] if isinstance(kinds, str) else kinds)):
         yield _set(f"{experts}whose routing looks at all rows", config, "moe_router_load_balancing_type")
     layers = [found for layer in block.layers if (found := experts_of(layer)) is not None]
-    if not layers:
-        yield _set(f"{experts}in layers of a foreign kind", config, "num_moe_experts")
+    from megatron.core.transformer.mlp import MLP as Dense
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
+    if not layers and any(MLP.is_in(it) and not isinstance(it.mlp, Dense) for it in block.layers):
+        yield _set(f"{experts}in layers of a foreign kind", config, "num_moe_experts")
     known = (MoEAllGatherTokenDispatcher, seams.DISPATCH_PREPROCESS.owner(), SortingDispatcher)
     for layer in layers:
         if type(layer) is not seams.EXPERT_FORWARD.owner() and not is_grouped(layer):
@@ -369,12 +370,11 @@ def _of_recomputing(config: Any, scopes: Collection[str], layers: Sequence[nn.Mo
         if option == never or not is_graphed or not recomputes(config, module):
             continue
         if scopes:
-            where = f"names {scope!r}; leave one of them out"
+            at = f"names {scope!r}; leave one of them out"
         else:
-            instead = f"leave {module!r} out, or name scopes without {scope!r}"
-            where = f"no scope, so that whole layers are; {instead}"
+            at = f"no scope, so that whole layers are; leave {module!r} out, or name scopes without {scope!r}"
         what = f"names {module!r}, which with {draws}={option!r} must be in no graph"
-        yield name, f"{_RECOMPUTED} {what}, and {_NAMED} {where}"
+        yield name, f"{_RECOMPUTED} {what}, and {_NAMED} {at}"
     # Megatron switches the recomputing off if the model's own config names the scope, with a warning.
     norms = (getattr(it, "recompute_pre_mlp_layernorm", False) for it in layers if EXPERTS.is_in(it))
     if "moe_router" in scopes and any(norms):
