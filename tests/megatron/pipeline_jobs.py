@@ -100,7 +100,7 @@ class Trainer(PipelineTrainer):
 
 
 def _spec(config: Any, **place: Any) -> Any:
-    return spec_of(config, num_experts=config.num_moe_experts, moe_grouped_gemm=False, **place)
+    return spec_of(config, moe_grouped_gemm=False, **place)
 
 
 def _delaying(spec: BlockSpec) -> BlockSpec:

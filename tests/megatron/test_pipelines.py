@@ -31,6 +31,7 @@ OF_TWO_CHUNKS, OF_EXPERTS = Cut(chunks=2), Cut(chunks=2, expert_parallel=2)
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 2000}
 SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
 EXPERTS = {"transformer": moe_rig.BASE, "plugin": {"cuda_graph_modules": ("attn", "moe_router")}}
+BEHIND_DENSE = {**EXPERTS, "transformer": {**moe_rig.BASE, "moe_layer_freq": [0, 1]}}
 OVERLAPS = {**moe_rig.BASE, "moe_z_loss_coeff": None, "overlap_moe_expert_parallel_comm": True}
 OVERLAPPED = {**EXPERTS, "transformer": OVERLAPS}
 ENGINES = {"normalization": "RMSNorm", "moe_grouped_gemm": True}
@@ -58,6 +59,8 @@ TRAININGS: dict[str, tuple[Any, Training]] = {
     "two data-parallel ranks a stage, aligned": ((), on(4, OF_TWO_CHUNKS, ddp=SHARDED, aligned=True)),
     # The exchange of rows between experts' ranks is not in graphs.
     "experts that ranks of a stage share": (both, on(4, Cut(expert_parallel=2), **EXPERTS)),
+    # Bug: a stage without experts was refused, as if its layers were of a foreign kind.
+    "experts behind a stage of dense layers": (both, on(4, Cut(expert_parallel=2), **BEHIND_DENSE)),
     "experts whose exchange overlaps": (both, on(4, OF_EXPERTS, **OVERLAPPED)),
     "late gradients": ((), on(4, OF_EXPERTS, kind=LATE, **DELAYED)),
     "late gradients of Transformer Engine's layers": (ON_ENGINE, on(4, OF_EXPERTS, **DELAYED_OF_ENGINE)),

@@ -136,12 +136,15 @@ CHANGED: list[tuple[str, str, list[Change]]] = [
         for marks in ([(name, None), (name, True)] for name in ("te_quant_params", "primary_weights_in_fp8"))
     ),
     # Bug: the config alone was asked, and dense layers of a pipeline's stage were called so.
-    (
-        *("dense", f"{OF_EXPERTS} in layers of a foreign kind (num_moe_experts=4)"),
-        [
-            lambda it: setattr(it.config, "num_moe_experts", 4),
+    *(
+        (
+            *("dense", f"{OF_EXPERTS} in layers of a foreign kind (num_moe_experts=4)"),
+            [lambda it: setattr(it.config, "num_moe_experts", 4), hides],
+        )
+        for hides in (
             lambda it: setattr(it.decoder.layers[0], "mlp", nn.Identity()),
-        ],
+            lambda it: delattr(it.decoder.layers[0], "mlp"),
+        )
     ),
     # Bug: it wants offsets that reach the last row, so that its canonical pack raised in the first step.
     (

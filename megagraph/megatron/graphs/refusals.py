@@ -246,7 +246,8 @@ def _unsupported_experts(config: Any, block: Any) -> Iterator[str]:
     from megatron.core.transformer.mlp import MLP as Dense
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
-    if not layers and any(MLP.is_in(it) and not isinstance(it.mlp, Dense) for it in block.layers):
+    others = (it for it in block.layers if not is_mamba(it) and (MLP.is_in(it) or not hasattr(it, "mlp")))
+    if not layers and not all(isinstance(getattr(it, "mlp", None), Dense) for it in others):
         yield _set(f"{experts}in layers of a foreign kind", config, "num_moe_experts")
     known = (MoEAllGatherTokenDispatcher, seams.DISPATCH_PREPROCESS.owner(), SortingDispatcher)
     for layer in layers:
@@ -398,8 +399,7 @@ def _of_ours(config: Any, scopes: Collection[str], layers: Sequence[nn.Module]) 
         yield "M2", f"{named}, and {replaced} chooses experts in place of Megatron; name 'attn' instead"
     # A hook of DDP makes them, on another stream: no graph has that.
     option = "overlap_dispatch_backward_with_experts_wgrad"
-    has_mixture = (getattr(config, "num_moe_experts", None) or 0) > 1
-    if has_mixture and getattr(config, option, False) and is_graphed:
+    if is_graphed and getattr(config, option, False):
         named = f"{_NAMED} names 'moe'" if scopes else f"{_NAMED} names no scope"
         what = f"{option}=True makes gradients of experts outside of any graph; leave one of them out"
         yield "M3", f"{named}, and {what}"
