@@ -9,7 +9,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,36 +52,36 @@ def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
 def listen(bank: Bank, ddp: nn.Module | None) -> None:
     """Reports finished sites to the DDP's buckets, as its own hooks would; called after each capture.
 
-    Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody asks, so
-    that the backward pass needs no GIL. There Python is entered when a bucket may be complete, and at the end
-    of each autograd node. Each parameter is reported once, since DDP compares counts with those of its first
-    step, and in the order of the backward pass and of what it leaves, as on a rank that runs eager.
+    Only with `overlap_grad_reduce`, and in the last micro-batch of a step: in others nobody asks, so that the
+    backward needs no GIL. There Python is entered if a bucket may be complete, and as each node ends. Each
+    parameter is reported once, since DDP compares counts with those of its first step, and in the order of
+    the backward and of what it leaves, as on a rank that runs eager.
     """
     group_of = _buckets(ddp, "overlap_grad_reduce")
     if ddp is None or not group_of:
         return
-    ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
-    # Of each site, in the order of the backward pass. A parameter without a gradient is reported too, as
-    # eager's count would miss it for ever; but none that is frozen by then.
+    ddp_ref: Any = weakref.ref(ddp)  # the graphs must not keep the model alive
+    # By site, in its backward's order, as hashing is slow; also without a gradient, which eager's count has.
     late = [_late_gradients(spec) for spec in bank.specs]
+    of_late = [[(group_of[param], param) for param in its if param in group_of] for its in late]
     at_once = [
-        [it for it in (*bank.gradient_order.get(site, ()), *spec.parameters()) if it not in late[site]]
+        [(group_of[it], it) for it in dict.fromkeys(params) if it in group_of and it not in late[site]]
         for site, spec in enumerate(bank.specs)
+        for params in ((*bank.gradient_order.get(site, ()), *spec.parameters()),)
     ]
     # By group the last site of it that the backward pass reaches.
-    owned = [(param, it) for it in range(len(late)) for param in (*at_once[it], *late[it])]
-    groups = {group_of[param]: index for param, index in reversed(owned) if param in group_of}
+    groups = {group: at for at in reversed(range(len(late))) for group, _it in (*at_once[at], *of_late[at])}
 
-    def tell(of_sites: Sequence[Iterable[Tensor]], first: int, last: int = -1) -> None:
-        module: Any = ddp_ref()
-        for param in dict.fromkeys(itertools.chain(*reversed(of_sites[first : max(first, last) + 1]))):
-            if param.requires_grad and param in group_of:
-                group_of[param].register_grad_ready(param, module.force_all_reduce)
+    def tell(of_sites: Sequence[Sequence[tuple[Any, Tensor]]], first: int, last: int = -1) -> None:
+        force_all_reduce = ddp_ref().force_all_reduce
+        for group, param in itertools.chain(*reversed(of_sites[first : max(first, last) + 1])):
+            if param.requires_grad:
+                group.register_grad_ready(param, force_all_reduce)
 
     bank.set_listener(
         lambda: any(group.is_last_microbatch for group in groups),
         functools.partial(tell, at_once),
-        functools.partial(tell, late),
+        functools.partial(tell, of_late),
         sorted(set(groups.values())),
     )
 
