@@ -261,7 +261,7 @@ def test_rule_13_leaves_experts_eager_alone_if_nothing_is_named(case: str, insta
     assert report["eager"] == {"WARMING_UP": 2} and report["replays"] == 2 * 2
 
 
-def test_rules_10_and_13_ask_the_layers_too() -> None:
+def test_rules_10_11_and_13_ask_the_layers_too() -> None:
     """A config may say that all layers have experts while a spec, or a hybrid's pattern, says otherwise."""
     of_kinds = {kinds: model(kinds) for kinds in ("--", "E-", "EE")}
     for kinds, is_broken in (("E-", False), ("EE", True)):
@@ -270,6 +270,8 @@ def test_rules_10_and_13_ask_the_layers_too() -> None:
     stage = of_kinds["EE"]
     of_stage = transformer_config(OPTIONS, **moe_rig.BASE, moe_layer_freq=[0, 1])
     assert broken_rule(of_stage, ("attn", "mlp"), stage.decoder.layers) is None
+    # Those of another stage may be grouped.
+    assert broken_rule(of_stage, ("attn", "moe"), of_kinds["--"].decoder.layers) is None
     for config, kinds in ((moe_rig.BASE, "--"), (FULL_RECOMPUTE, "E-")):
         given = transformer_config(OPTIONS, **{**moe_rig.BASE, **config})
         assert legal_scopes(given, of_kinds[kinds].decoder.layers) == ()

@@ -114,12 +114,10 @@ REFUSED: list[tuple[str, Given, str]] = [
     ("zero_tail", {"cu_seqlens": OFFSETS.long()}, "cu_seqlens must be int32, got Long"),
     ("zero_tail_", {"xs": [zeros(2, device="meta")]}, "all tensors must be on one device, got meta and"),
     ("zero_tail_", {"xs": [some(4, 4).t()]}, "zero_tail_: tensors must be contiguous"),
-    *(("rope_thd", {it: None}, f"rope_thd: {it} must be a tensor, got None") for it in ("cos", "sin")),
-    ("rope_thd", {"cu_seqlens_padded": None}, "cu_seqlens_padded must be a tensor, got None"),
+    *(("rope_thd", {it: None}, f"rope_thd: {it} must be a tensor, got None") for it in ROPE),
     ("varlen_attention", {"v": None}, "varlen_attention: v must be a tensor, got None"),
     ("varlen_attention", {"cu_seqlens_k": None}, "cu_seqlens of keys must be a tensor, got None"),
-    ("rope_thd", {"tensors": []}, "between 1 and 4 tensors a call, got 0"),
-    ("rope_thd", {"tensors": [Q] * 5}, "between 1 and 4 tensors a call, got 5"),
+    *(("rope_thd", {"tensors": [Q] * it}, f"between 1 and 4 tensors a call, got {it}") for it in (0, 5)),
     ("rope_thd", {"interleaved": True, "mla_interleaved": True}, "mla_interleaved exclude each other"),
     ("rope_thd", both_tables(8, 3), "rotary_dim must be even, got 3"),
     ("rope_thd", {"tensors": [Q[0]]}, r"expected \[tokens, heads, head_dim\], got shape \[2, 12\]"),
@@ -568,9 +566,8 @@ def test_a_context_parallel_rank_has_its_rows_of_the_whole(device: str, cp_rank:
     q, k, v, grad = inputs(total, 4, 2, 192, device)
     packed = offsets(lengths, device)
     held = [thd_partition_indices(packed, total, cp_size, rank) for rank in range(cp_size)]
-    gathered = torch.cat(held)
     of_queries, of_keys, keys, _ = torch.ops.megagraph.thd_context_keys(packed, total, cp_size, cp_rank)
-    seen_key, seen_value = (t[gathered][keys] for t in (k, v))
+    seen_key, seen_value = (t[torch.cat(held)][keys] for t in (k, v))
     chunk = max(lengths) // (2 * cp_size)
     most = chunk * (2 * cp_size - cp_rank)
     ours = ops.varlen_attention(q[held[cp_rank]], seen_key, seen_value, (of_queries, of_keys), (chunk, most))

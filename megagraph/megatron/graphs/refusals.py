@@ -326,7 +326,7 @@ def _of_scopes(config: Any, scopes: Collection[str], layers: Sequence[nn.Module]
             "out, and name 'attn', or 'attn' and 'moe_router'"
         )
         yield "R10", why
-    are_grouped = {has_grouped(layer) for layer in layers if EXPERTS.is_in(layer)} == {True}
+    are_grouped = len(layers) > 0 and all(has_grouped(layer) for layer in layers if EXPERTS.is_in(layer))
     if "moe" in scopes and has_mixture and not pads and not are_grouped:
         why = (
             f"{_NAMED} names 'moe', and how many rows an expert gets is another number in each micro-batch; "
