@@ -17,6 +17,14 @@ void erase_if(VariantKeys& keys, const Condition& is_met) {
 
 }  // namespace
 
+void DueVariants::note(const VariantKey& kind) {
+  if (of_step_.insert(kind).second && families_.insert(kind.family()).second) {
+    only_first_.insert(kind);
+  } else {
+    only_first_.erase(kind);
+  }
+}
+
 VariantKeys DueVariants::end_step() {
   VariantKeys in_vain, families;
   std::map<VariantKey, VariantKey> fresh;  // one new kind of each family
@@ -34,15 +42,16 @@ VariantKeys DueVariants::end_step() {
   for (const auto& [family, kind] : fresh) {
     const int needed = kind.grad && !is_warm_ ? warm_up_steps_ : 1;
     if (++steps_[family] < needed) continue;
-    const auto is_of_family = [family = family](const VariantKey& each) {
-      return each.family() == family;
-    };
+    VariantKeys of_family;
     for (const VariantKey& each : cold_) {
-      if (!is_of_family(each)) continue;
+      if (each.family() == family) of_family.insert(each);
+    }
+    for (const VariantKey& each : of_family) {
+      if (of_family.size() > 1 && only_first_.count(each) != 0) continue;
+      cold_.erase(each);
       warmed_up_.insert(each);
       if (captured_.count(each) == 0) due_.insert(each);  // other ranks may have met some before
     }
-    erase_if(cold_, is_of_family);
   }
   of_step_.clear();
   passed_over_.clear();

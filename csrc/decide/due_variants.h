@@ -3,8 +3,10 @@
 //
 // A kind is the key of a variant without its capacity: all capacities are captured together. Kinds
 // of one family differ in the state of the layers alone: steps of all of them warm the family up,
-// and each one of them is due once it has occurred. Training takes several steps, until some
-// variant with gradients has been captured; from then on everything takes one.
+// and each one of them is due once it has occurred. But if the first micro-batch was in a state of
+// its own, that one waits until it comes again: some modules change in their first call, and are
+// never again as they were before. Training takes several steps, until some variant with gradients
+// has been captured; from then on everything takes one.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +26,7 @@ class DueVariants {
 
   // -- in a step --
   // Remembers that the running step holds micro-batches of a kind.
-  void note(const VariantKey& kind) { of_step_.insert(kind); }
+  void note(const VariantKey& kind);
   // Rotary frequencies turn out to have a row for each token: kinds with a table never occurred.
   void forget_tables();
   // Counts the step. Returns the kinds that have now been passed over before three of the steps
@@ -57,8 +59,9 @@ class DueVariants {
   const int warm_up_steps_;
   bool is_warm_ = false;  // some kind with gradients was captured
   VariantKeys of_step_, passed_over_, cold_, captured_, warmed_up_, due_;
-  std::map<VariantKey, int> steps_;  // of each family
-  VariantKeys recurring_;            // families of which a kind has occurred in two steps
+  VariantKeys families_, only_first_;  // of each family's micro-batches only the first was of these
+  std::map<VariantKey, int> steps_;    // of each family
+  VariantKeys recurring_;              // families of which a kind has occurred in two steps
   std::map<VariantKey, int> steps_passed_over_;
 };
 

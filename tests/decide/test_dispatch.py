@@ -358,6 +358,7 @@ def test_what_other_ranks_may_not_know_of_inside_of_a_step_is_asked_of_them() ->
 
 def test_settings_that_change_in_a_step_are_due_afterwards() -> None:
     made = dispatcher(BANK)
+    entered(made, PACK, 6)
     batch = entered(made, PACK, 6)
     assert began(made, batch, EagerReason.NUMERICS_CHANGED) is EagerReason.NUMERICS_CHANGED
     made.due.end_step()

@@ -31,10 +31,13 @@ SCRIPTS = {
     "not again what was captured": "step E; captured E; step E; due",
     "not what others had captured before it was met here": "captured E T; step E T; due; warm E T",
     "further kinds after one step, once training has graphs": "captured T; step O; due O",
-    "all warm kinds again, without their graphs": "step E E1; captured E; forget graphs; due E E1; graphs",
-    "all kinds of a family": "step T1; due; step T2; due T1 T2; step T3; due T1 T2 T3",
+    "all warm kinds again, without their graphs": "step E E1 E; captured E; forget graphs; due E E1; graphs",
+    "all kinds of a family": "step T1 T2; due; step T2 T3; due T2 T3; step T1; due T1 T2 T3",
+    "what only the first micro-batch was in once it comes again": (
+        "step E0 E; due E; step T0 T1; step T1; due E T1; step T2; due E T1 T2; step T0; due E T0 T1 T2"
+    ),
     # Also training that meets one again before it is warm, or is warm at once.
-    "kinds in their own state": "step E1 E2; before 1 E1; before 3; step T1; step T1; before 9",
+    "kinds in their own state": "step E1 E2 E1; before 1 E1; before 3; step T1; step T1; before 9",
     "kinds in their own state, warm at once": "steps 1; step T1; before 9",
     # Calls of some layer may change it in each step, which a capture finds out.
     "training that never meets a state twice in that of now": (
@@ -42,7 +45,7 @@ SCRIPTS = {
     ),
     "no training in other states for evaluations": "step T0; step T1; step T2; evaluation 9; evaluation 2 T2",
     "training with graphs in its own states": "step T0; step T1; step T2; captured T9; before 9",
-    "what was forgotten": "step E1 E2; captured E1; forget 1; graphs; due E2; warm E2; step E1; due E1 E2",
+    "what was forgotten": "step E1 E2 E1; captured E1; forget 1; graphs; due E2; warm E2; step E1; due E1 E2",
     "those that record gradients, whose graphs go, and not the others": (
         "step T E; step T; captured T E; forget training; due T; graphs E"
     ),

@@ -2,6 +2,7 @@
 """Graphs that are wrong for reasons that nobody watches: found before they are used, by name."""
 
 import dataclasses
+import gc
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from watched import free_models
 
 import megagraph
 from megagraph._C import Capacity
+from megagraph.bank.verify import Example
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import verifying
 from megagraph.megatron.graphs.verifying import Verifier
@@ -143,6 +145,20 @@ def test_micro_batches_nothing_is_captured_for_are_not_copied(trainer: Trainer, 
     del waiting
     rig.ran(rig.report_of(trainer), WARMING_UP=2 * rig.LAYERS, NO_FREE_SLOT=rig.LAYERS)
     assert kept == 2 * [EagerReason.WARMING_UP]
+
+
+@pytest.mark.parametrize("warmup", [1, 2])
+def test_no_micro_batch_is_kept_for_a_state_that_only_the_first_call_was_in(warmup: int) -> None:
+    """Bug: with Transformer Engine, whose modules set `activation_dtype` there, it stayed for ever."""
+
+    def mark(chunk: Any) -> None:
+        mlp = chunk.decoder.layers[0].mlp
+        rig.changes_output(mlp, lambda out: setattr(mlp, "dtype_of_first_call", out.dtype) or out)
+
+    pair = rig.Pair(plugin={"cuda_graph_warmup_steps": warmup}, prepare=mark)
+    pair.step(rig.ONE, rig.TWO, times=warmup + 2)
+    pair.ran(verified=1, WARMING_UP=2 * warmup * rig.LAYERS)
+    assert not [it for it in gc.get_objects() if isinstance(it, Example)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
