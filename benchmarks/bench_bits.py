@@ -35,7 +35,7 @@ MODEL = model_options(256, layers=3, tokens=1024)
 class BitsCase:
     """One training."""
 
-    share: float = 0.5  # `max_seqlen` of every pack, as a share of its tokens
+    share: float = 0.5  # `max_seqlen` of packs, of their tokens
     transformer_engine: bool = True  # layers of its modules, otherwise ours
     fused_rope: bool = False  # its kernel rotates
     modules: tuple[str, ...] = ()  # what of each layer is graphed; none for whole layers

@@ -5,9 +5,11 @@ A copy stands for the all-to-all, "the stand-in": it takes a set time on the com
 any of the device's bandwidth. So this tells what overlap costs the host and what can lie under compute, and
 nothing of a network. All layers are of experts and of Transformer Engine's modules; each way to run them has
 a process of its own. Host times are those until the schedule returns, without the host's waits for events.
-Peaks are those of the whole process, and those of steps after the capture, which training goes on with.
+Peaks are those of the whole process, and of steps after the capture, which training goes on with; also of a
+deeper model, as all layers share what is temporary in graphs.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,14 +27,18 @@ CASES = {
     "limited by the host, hidden 512, 8 layers, packs of 1024": step_case(512, layers=8, tokens=1024),
     "hidden 2048, 4 layers, packs of 16384": step_case(2048, layers=4, tokens=16384),
 }
+DEEP = {"hidden 2048, 16 layers, packs of 8192": step_case(2048, layers=16, tokens=8192)}
 HOW: dict[str, Any] = {"is_engine": True, "times_us": TIMES_US, "scopes": SCOPES}
-PARTS = parts_of(partial(measure_overlap, **HOW), CASES, WAYS)
+PARTS = {
+    **parts_of(partial(measure_overlap, **HOW), CASES, WAYS),
+    **parts_of(partial(measure_overlap, **{**HOW, "times_us": (0,)}), DEEP, WAYS[1:]),
+}
 
 
-def _figures_of(name: str) -> list[Figure]:
-    answers = {way: measure_part(__name__, f"{name}: {way}") for way in WAYS}
+def _figures_of(name: str, ways: Sequence[str] = WAYS, times_us: Sequence[int] = TIMES_US) -> list[Figure]:
+    answers = {way: measure_part(__name__, f"{name}: {way}") for way in ways}
     figures: list[Figure] = []
-    for place, us in enumerate(TIMES_US):
+    for place, us in enumerate(times_us):
         title = f"{name}, the stand-in takes {us} us"
         best = min((WITHOUT, EAGER), key=lambda way: median(answers[way]["walls"][place]))
         figures += times_of(title, answers, place, ours=GRAPHED, eager=EAGER, best=best)
@@ -70,4 +76,7 @@ def peaks_of(title: str, answers: dict[str, Answer], ours: str, rival: str) -> l
     return figures
 
 
-FIGURES = {name: partial(_figures_of, name) for name in CASES}
+FIGURES = {
+    **{name: partial(_figures_of, name) for name in CASES},
+    **{name: partial(_figures_of, name, WAYS[1:], ()) for name in DEEP},
+}

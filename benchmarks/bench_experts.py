@@ -24,10 +24,8 @@ ROUNDS, WARM_UP = 30, 5
 OURS, ENGINES, SEQUENTIAL = "grouped", "Transformer Engine's grouped experts", "SequentialMLP"
 BAR = 1.3  # of the time of Transformer Engine's
 HIDDEN, INNER, EXPERTS, TOPK = 2048, 1408, 64, 6
-CASES = {
-    f"{tokens} tokens, hidden {HIDDEN}, {EXPERTS} experts of {INNER}, top {TOPK}": tokens
-    for tokens in (4096, 16384)
-}
+_OF = f"tokens, hidden {HIDDEN}, {EXPERTS} experts of {INNER}, top {TOPK}"
+CASES = {f"{tokens} {_OF}": tokens for tokens in (4096, 16384)}
 
 
 def _layer(tokens: int, kind: str) -> Any:

@@ -172,11 +172,9 @@ def measure_overlap(
     """Steps of experts of one rank, by the time that each all-to-all of hidden states takes.
 
     With `delays` gradients of weights are made later; if `is_fused` their products add to `main_grad`.
-
-    Answers lists of each such time: of its rounds `walls` and times of the host without its waits, `host_us`
-    of a micro-batch; its `launches` of a micro-batch; the matrix `products` of a step; the `share` of the
-    all-to-alls' time beside which something else runs, 0 where they take none. And bytes of `memory`, by what
-    they are of; with the last of these times when each of two layers' `nodes` ran, in us.
+    Answers by such time, of each round: `walls`, and `host_us` of a micro-batch without the host's waits;
+    `launches` of a micro-batch; matrix `products` of a step; the `share` of the all-to-alls' time under
+    something else. And bytes of `memory`; with the last time when two layers' `nodes` ran, in us.
     """
     mode = "graph" if way == GRAPHED else "eager"
     install(capacities=(case.capacity,), cuda_graph_modules=tuple(scopes), mode=mode)

@@ -97,10 +97,7 @@ CASES = {case.name: case for case in _CASES}
 
 
 def lognormal_offsets(tokens: int, documents: int | None = None, *, device: str = "cuda") -> Tensor:
-    """Offsets of lognormal documents that fill `tokens` rows, int32 [documents + 1]; always the same.
-
-    By default about a document for each 1,024 rows.
-    """
+    """Offsets, int32 [documents + 1], of lognormal documents that fill `tokens` rows; by default of 1,024."""
     documents = documents or max(round(tokens / 1024), 1)
     mean = tokens // documents
     lengths = lognormal_lengths(
@@ -113,9 +110,8 @@ def lognormal_offsets(tokens: int, documents: int | None = None, *, device: str 
 
 
 def filled(pack: Pack, tokens: int) -> Pack:
-    """The pack with one more document that fills it up to `tokens`, or itself where it is full."""
-    missing = tokens - pack.num_tokens
-    if missing == 0:
+    """The pack with one more document that fills it up to `tokens`, or itself if it is full."""
+    if not (missing := tokens - pack.num_tokens):
         return pack
     further = torch.arange(missing) % 256
     return Pack(

@@ -150,10 +150,8 @@ class StepCase(Case):
         return Capacity(tokens=tokens, num_seqs=NUM_SEQS, max_seqlen=tokens)
 
     def packs(self) -> list[list[Pack]]:
-        """The packs of each distinct step, the same for every way to run it, and full.
-
-        A small model's step has one pack several times: graphs that are launched again, without staging,
-        then do the work of the whole step.
+        """The packs of each distinct step, the same for every way to run it, and full. That of a small model
+        has one pack several times: graphs that are launched again, unstaged, then do the work of all of it.
         """
         full = partial(filled, tokens=self.model.max_tokens)
         steps = [[*map(full, step)] for step in self.steps(self.distinct_steps)]
