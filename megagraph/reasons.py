@@ -97,5 +97,7 @@ def remedy_of(reason: str, reports: Sequence[Mapping[str, Any]]) -> str:
             return remedy
         enough = 1 << (most - 1).bit_length() if key == "num_seqs" else most
         return f"{remedy} to {enough} ({words.format(most)})"
-    found = [it["failures"][0] for it in models if it.get("failures")]
-    return f"{remedy} ({found[0]})" if found else remedy
+    others = [f"({name})" for name in EagerReason.__members__ if name != reason]  # explain themselves
+    sentences = (sentence for it in models for sentence in it.get("failures", ()))
+    found = next((it for it in sentences if not any(name in it for name in others)), None)
+    return f"{remedy} ({found})" if found else remedy

@@ -393,6 +393,13 @@ NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
             "nothing replayed: 100 % eager, SCOPE_UNSUPPORTED: change what the log and the report name "
             "(GPTModel with fp8 is not supported yet)",
         ),
+        (
+            [
+                ran(0, STATE_CHANGED=9)
+                | {"failures": ["layer 0 stays eager (FOREIGN_HOOK): a hook", "a value is new"]}
+            ],
+            "nothing replayed: 100 % eager, STATE_CHANGED: nothing to do if it is rare (a value is new)",
+        ),
         ([ran(999, OF_LATER=1)], "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reasons"),
     ],
 )

@@ -56,12 +56,13 @@ Decision decide(const PackShape& shape, const std::vector<Capacity>& capacities)
   return found;
 }
 
-Needs needs_of(const std::vector<PackShape>& observed, int64_t extra_seqs) {
+Needs needs_of(const std::map<PackShape, int64_t>& observed, int64_t extra_seqs,
+               int64_t expected_tokens) {
   if (observed.empty()) return {};
   std::vector<int64_t> tokens, counts;
-  for (const PackShape& shape : observed) {
-    tokens.push_back(shape.tokens);
-    counts.push_back(std::max<int64_t>(shape.num_seqs - extra_seqs, 1));
+  for (const auto& [shape, times] : observed) {
+    tokens.insert(tokens.end(), times, shape.tokens);
+    counts.insert(counts.end(), times, std::max<int64_t>(shape.num_seqs - extra_seqs, 1));
   }
   std::sort(tokens.begin(), tokens.end());
   std::sort(counts.begin(), counts.end());
@@ -69,6 +70,7 @@ Needs needs_of(const std::vector<PackShape>& observed, int64_t extra_seqs) {
   if (rows > tokens.back()) {
     rows = (rows + kMultipleOfTokens - 1) / kMultipleOfTokens * kMultipleOfTokens;
   }
+  if (expected_tokens > 1) rows = std::max(expected_tokens, tokens.back());
   return {rows, power_of_two(counts[counts.size() / 2]), power_of_two(with_headroom(counts))};
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -64,8 +65,11 @@ Decision decide(const PackShape& shape, const std::vector<Capacity>& capacities)
 // each number serves all.
 using Needs = std::array<int64_t, 3>;
 
-// Less the documents that the tail's convention adds to each pack; zeros for none.
-Needs needs_of(const std::vector<PackShape>& observed, int64_t extra_seqs);
+// Of packs by how often each was met. Less the documents that the tail's convention adds to each;
+// zeros for none. If packs are known to have at most `expected_tokens`, only larger ones that were
+// met need more; 0 or 1 says nothing.
+Needs needs_of(const std::map<PackShape, int64_t>& observed, int64_t extra_seqs,
+               int64_t expected_tokens);
 
 // Capacities that would have held every observed pack: one for most packs, one for the rest. The
 // longest document is taken to be as long as a pack, which `cp_size` ranks share: a later one may

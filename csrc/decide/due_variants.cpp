@@ -30,7 +30,8 @@ VariantKeys DueVariants::end_step() {
   std::map<VariantKey, VariantKey> fresh;  // one new kind of each family
   for (const VariantKey& kind : of_step_) {
     const bool is_warm = warmed_up_.count(kind) != 0;
-    if (is_warm || cold_.count(kind) != 0) recurring_.insert(kind.family());
+    const bool is_of_some_state = kind.state >= 0;  // else each may be another one
+    if (is_of_some_state && (is_warm || cold_.count(kind) != 0)) recurring_.insert(kind.family());
     if (!is_warm) fresh.emplace(kind.family(), kind);
     if (passed_over_.count(kind) != 0 && ++steps_passed_over_[kind] == kStepsInVain) {
       in_vain.insert(kind);
@@ -52,6 +53,10 @@ VariantKeys DueVariants::end_step() {
       warmed_up_.insert(each);
       if (captured_.count(each) == 0) due_.insert(each);  // other ranks may have met some before
     }
+  }
+  for (VariantKeys* keys : {&due_, &warmed_up_, &cold_}) {
+    erase_if(*keys,
+             [&](const VariantKey& kind) { return kind.state < 0 && of_step_.count(kind) == 0; });
   }
   of_step_.clear();
   passed_over_.clear();

@@ -30,7 +30,8 @@ class DueVariants {
   // Rotary frequencies turn out to have a row for each token: kinds with a table never occurred.
   void forget_tables();
   // Counts the step. Returns the kinds that have now been passed over before three of the steps
-  // that held them.
+  // that held them. Those of no number (`States::of_call()`) are due for as long as steps hold
+  // some.
   VariantKeys end_step();
 
   // -- between steps --
@@ -46,6 +47,8 @@ class DueVariants {
   // Kinds in some states are as if they had never occurred.
   void forget_states(const std::set<int64_t>& states);
 
+  // Whether some kind with gradients was captured.
+  bool is_warm() const { return is_warm_; }
   // The kinds that have occurred often enough, and those of them that have no graphs.
   const VariantKeys& warmed_up() const { return warmed_up_; }
   const VariantKeys& due() const { return due_; }
@@ -57,7 +60,7 @@ class DueVariants {
   bool has_met_again(const VariantKey& kind) const;
 
   const int warm_up_steps_;
-  bool is_warm_ = false;  // some kind with gradients was captured
+  bool is_warm_ = false;
   VariantKeys of_step_, passed_over_, cold_, captured_, warmed_up_, due_;
   VariantKeys families_, only_first_;  // of each family's micro-batches only the first was of these
   std::map<VariantKey, int> steps_;    // of each family

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kNobody = -1;
 constexpr size_t kMostRemembered = 64;
-constexpr int kMostDropped = 2, kMostDoublings = 16;
+constexpr int kMostDropped = 2, kMostDoublings = 16, kMostDoublingsOfAll = 5;
 // What differs less comes first.
 constexpr std::array kLeastFirst = {EagerReason::kGroupDisagreed, EagerReason::kNumericsChanged,
                                     EagerReason::kStateChanged};
@@ -153,7 +153,9 @@ bool States::ask_for_place(const std::set<int64_t>& captured, size_t most) {
   if (captured.count(current_) != 0 || captured.size() < most) return true;
   const auto dropped = times_dropped_.find(current_);
   const int times = dropped == times_dropped_.end() ? 0 : dropped->second;
-  return times < kMostDropped || ++waited_ >= 1 << std::min(times, kMostDoublings);
+  const int own = times < kMostDropped ? 0 : std::min(times, kMostDoublings);
+  const auto of_all = static_cast<int>(num_dropped_ / (2 * most));
+  return ++waited_ >= 1 << std::max(own, std::min(of_all, kMostDoublingsOfAll));
 }
 
 std::set<int64_t> States::make_room(std::set<int64_t> captured, size_t most) {
@@ -164,6 +166,7 @@ std::set<int64_t> States::make_room(std::set<int64_t> captured, size_t most) {
     if (captured.count(group.number) == 0) continue;
     dropped.insert(group.number);
     ++times_dropped_[group.number];
+    ++num_dropped_;
   }
   return dropped;
 }

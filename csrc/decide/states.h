@@ -53,7 +53,9 @@ class States {
   //
   // States that alternate and are more than may have graphs would drive out each other's for ever.
   // So one whose graphs have gone twice has to be asked for in four steps in a row, one whose have
-  // gone three times in eight, and so on.
+  // gone three times in eight, and so on. States that are new now and then and never come back
+  // would as well: for every `2 * most` that went, any has to be asked for twice as often, up
+  // to 32.
   bool ask_for_place(const std::set<int64_t>& captured, size_t most);
   // Before a capture: the states whose graphs are to go for it, as they were not used for the
   // longest time.
@@ -96,6 +98,7 @@ class States {
   bool is_new_ = false;
   std::set<int64_t> of_calls_alone_;      // states that no boundary has met yet
   std::map<int64_t, int> times_dropped_;  // of each state: its graphs, for those of another one
+  size_t num_dropped_ = 0;                // of all
   int64_t waiting_ = 0;                   // the state that was asked for last
   int waited_ = 0;                        // times in a row
 };

@@ -72,6 +72,7 @@ void bind_dispatch(py::module_& m) {
       .def("forget_graphs", &DueVariants::forget_graphs, py::kw_only(),
            py::arg("only_training") = false)
       .def("forget_states", &DueVariants::forget_states, py::arg("states"))
+      .def_property_readonly("is_warm", &DueVariants::is_warm)
       .def_property_readonly("warmed_up", &DueVariants::warmed_up)
       .def_property_readonly("due", &DueVariants::due)
       .def_property_readonly("captured", &DueVariants::captured)
@@ -169,7 +170,9 @@ void bind_dispatch(py::module_& m) {
            py::arg("is_by_token") = false, py::arg("may_be_by_token") = false,
            py::arg("cuts_tables") = false, py::arg("is_eager") = false, py::arg("cp_size") = 1,
            py::arg("ranks") = 1, py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
-      .def("set_capacities", &Dispatcher::set_capacities, py::arg("by_cp_size"))
+      .def("set_capacities", &Dispatcher::set_capacities, py::arg("by_cp_size"),
+           py::arg("of_evaluations") = false)
+      .def_property_readonly("by_cp_size", &Dispatcher::capacities)
       .def("set_groups", &Dispatcher::set_groups, py::arg("by_cp_size"))
       .def("use", &Dispatcher::use, py::arg("bank"), py::arg("variants"), py::arg("eager_variants"),
            py::arg("watch"))
@@ -182,6 +185,10 @@ void bind_dispatch(py::module_& m) {
       .def("set_suspended", &Dispatcher::set_suspended, py::arg("is_suspended"))
       .def_property_readonly("observed", &Dispatcher::observed)
       .def("count_packs", &Dispatcher::count_packs)
+      .def("expect", &Dispatcher::expect, py::arg("seq_length"), py::kw_only(), py::arg("trains"))
+      .def("has_trained", &Dispatcher::has_trained)
+      .def("has_seen_enough", &Dispatcher::has_seen_enough)
+      .def("needs", &Dispatcher::needs)
       .def_property_readonly("states", &Dispatcher::states,
                              py::return_value_policy::reference_internal)
       .def_property_readonly("due", &Dispatcher::due, py::return_value_policy::reference_internal)

@@ -130,7 +130,8 @@ void bind_packs(py::module_& m) {
                   py::arg("cp_size") = 1)
       .def("exceeds", &PackShape::exceeds, py::arg("capacity"));
   like_values(shape, {"tokens", "num_seqs", "max_seqlen", "cp_size"});
-  m.def("needs_of", &needs_of, py::arg("observed"), py::arg("extra_seqs") = 0);
+  m.def("needs_of", &needs_of, py::arg("observed"), py::arg("extra_seqs") = 0,
+        py::arg("expected_tokens") = 0);
   m.def("capacities_for", &capacities_for, py::arg("needs"), py::arg("extra_seqs") = 0,
         py::arg("cp_size") = 1);
   m.def(

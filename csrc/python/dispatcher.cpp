@@ -28,6 +28,7 @@ namespace {
 
 // More would be states that are new in each step, which have no graphs.
 constexpr size_t kMostVariants = 256;
+constexpr int kEvaluations = 20;  // from which capacities are learned if nobody trains
 
 // Lets other threads run meanwhile.
 void wait_for_tensors(const GraphBank& bank) {
@@ -60,8 +61,10 @@ Dispatcher::Dispatcher(const DispatchOptions& options)
   if (options_.is_by_token) stage_freqs();
 }
 
-void Dispatcher::set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size) {
+void Dispatcher::set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size,
+                                bool of_evaluations) {
   capacities_ = std::move(by_cp_size);
+  is_of_evaluations_ = of_evaluations;
 }
 
 void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> variants,
@@ -208,7 +211,11 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
       options_.is_eager || rules_->needs_equal_rows || (is_skipped && options_.ranks == 1);
   bool has_no_graph = false, is_due = false;
   if (!found.capacity) {
-    if (!counts_packs_) ++observed_[found.shape];
+    // Evaluations repeat packs, which must not outnumber those to train on.
+    if (!counts_packs_) {
+      int64_t& times = observed_[found.shape];
+      times = kind.grad ? times + 1 : std::max<int64_t>(times, 1);
+    }
     reason = EagerReason::kWarmingUp;
   } else if (!is_reference && variants_.count(key) == 0) {
     const auto why = eager_variants_.find(key);
@@ -369,6 +376,26 @@ bool Dispatcher::may_positions_go_on(const PackShape& shape) const {
   const int64_t tokens = shape.tokens * shape.cp_size;
   const bool are_cut = options_.cuts_tables && shape.cp_size == 1;
   return are_cut ? shape.max_seqlen >= tokens : shape.max_seqlen == tokens;
+}
+
+bool Dispatcher::expect(int64_t seq_length, bool trains) {
+  if (trains || !trains_) expected_tokens_ = groups_.empty() ? seq_length / options_.cp_size : 0;
+  if (!trains) return false;
+  trains_ = true;
+  evaluations_ = 0;
+  if (!is_of_evaluations_) return false;
+  set_capacities({}, false);
+  return true;
+}
+
+bool Dispatcher::has_trained() const {
+  const VariantKeys& warm = due_.warmed_up();
+  return std::any_of(warm.begin(), warm.end(), [](const VariantKey& kind) { return kind.grad; });
+}
+
+bool Dispatcher::has_seen_enough() {
+  evaluations_ += !due_.warmed_up().empty();
+  return has_trained() || evaluations_ >= kEvaluations;
 }
 
 // Also of what no graph may take, as in a step without any.

@@ -75,8 +75,10 @@ class Dispatcher {
   Dispatcher& operator=(const Dispatcher&) = delete;
 
   // -- between steps --
-  // By context-parallel size; none while they are still to be learned.
-  void set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size);
+  // By context-parallel size; none while they are still to be learned. `of_evaluations`: no rank
+  // has trained yet of those that learned them.
+  void set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size, bool of_evaluations);
+  const std::map<int64_t, std::vector<Capacity>>& capacities() const { return capacities_; }
   // By context-parallel size, the process groups that a pack may name, a tuple of equal ones; none
   // where every pack is shared alike.
   void set_groups(pybind11::dict by_cp_size) { groups_ = std::move(by_cp_size); }
@@ -113,9 +115,19 @@ class Dispatcher {
   // model's own rotary table is another one than that of the graphs.
   bool has_new_arguments() const { return has_new_arguments_; }
   // The shapes of packs that came while capacities were to be learned, and, since `count_packs()`,
-  // of all others that were asked about: how often each came.
+  // of all others that were asked about: how often each came. Evaluations repeat packs, which must
+  // not outnumber those to train on: one of theirs counts once.
   const std::map<PackShape, int64_t>& observed() const { return observed_; }
   void count_packs() { counts_packs_ = true; }
+  // Behind a step that trains or evaluates, on packs of at most so many tokens, as its schedule
+  // says; 0 or 1 if it does not. What evaluations say counts until somebody trains. Whether
+  // capacities are forgotten, to be learned anew: they were learned from evaluations alone.
+  bool expect(int64_t seq_length, bool trains);
+  // Before a step, while capacities are to be learned: whether packs have come to train on; and
+  // whether enough have. Those of evaluations are smaller, and learned from if no others come.
+  bool has_trained() const;
+  bool has_seen_enough();
+  Needs needs() const { return needs_of(observed_, rules_->extra_seqs, expected_tokens_); }
   States& states() { return states_; }
   DueVariants& due() { return due_; }
 
@@ -208,6 +220,9 @@ class Dispatcher {
   bool is_suspended_ = false;
   std::map<int64_t, int64_t> numbers_;  // micro-batches of the step, by the ranks that share them
   std::map<PackShape, int64_t> observed_;
+  int64_t expected_tokens_ = 0;
+  int evaluations_ = 0;  // before anybody trained
+  bool trains_ = false, is_of_evaluations_ = false;
   bool counts_packs_ = false;  // all of them, for which a long run has no memory
   std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
   pybind11::object params_type_ = pybind11::none();

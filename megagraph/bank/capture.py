@@ -63,7 +63,7 @@ class GroupGaveUp(RuntimeError):
 
 _FORWARD, _BACKWARD, _REST = "forward", "backward", "rest of the backward"
 _STEP = 512  # bytes, in which torch's allocator counts
-_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+_OURS = str(pathlib.Path(__file__).parent.parent), contextlib.__file__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,11 @@ class BankOptions:
 
 
 def _line_of(error: BaseException) -> str:
-    """Where the error came up, in code outside torch and this package if there is any."""
-    frames = list(traceback.extract_tb(error.__traceback__))
+    """Where the error came up, in code outside torch if there is any; empty if this package raised it."""
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith(_OURS)]
     torch_package = str(pathlib.Path(torch.__file__).parent)
-    outside = [frame for frame in frames if not frame.filename.startswith((torch_package, _PACKAGE))]
-    frame = (outside or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    outside = [frame for frame in frames if not frame.filename.startswith(torch_package)]
+    return "".join(f" at {it.filename}:{it.lineno} in {it.name}" for it in (outside or frames)[-1:])
 
 
 def _already_added(param: Tensor) -> Callable[[], bool] | None:
@@ -208,7 +207,7 @@ class CapturePlan:
             raise
         except Exception as error:
             self._options.somewhere(True)
-            where = f"{phase} failed at {_line_of(error)}, last op {self._trace.last_op or 'none'}"
+            where = f"{phase} failed{_line_of(error)}, last op {self._trace.last_op or 'none'}"
             detail = f"{where}: {type(error).__name__}: {error}"
             raise self._error(index, EagerReason.CAPTURE_FAILED, detail) from error
         self._await_peers(index, phase)

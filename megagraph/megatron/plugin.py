@@ -182,9 +182,10 @@ class Plugin:
             try:
                 for graphs in inside:
                     with about(graphs.name):
-                        graphs.look_around(models, kwargs.get("seq_length") or 0)
+                        graphs.look_around(models)
                         graphs.at_step_boundary()
-                is_measured = inside and is_outer and not kwargs.get("forward_only", False)
+                trains = not kwargs.get("forward_only", False)
+                is_measured = inside and is_outer and trains
                 may_replay = not _C.is_skipped() and any(graphs.may_replay_training for graphs in inside)
                 kind = "graphed" if may_replay else "eager"  # for the most part
                 with self.clock.step(kind if is_measured else None), contextlib.ExitStack() as outside:
@@ -195,7 +196,9 @@ class Plugin:
                 ran = self._graphs_inside(models)
                 for graphs in ran:
                     graphs.after_step()
-                if not kwargs.get("forward_only", False):
+                    if graphs.dispatcher.expect(kwargs.get("seq_length") or 0, trains=trains):
+                        graphs.captures.reset()
+                if trains:
                     for graphs in ran:
                         graphs.after_training_step()
                     self.training_steps += 1

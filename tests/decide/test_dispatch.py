@@ -282,6 +282,26 @@ def test_packs_are_observed_until_there_are_capacities() -> None:
     assert dispatcher(needs_equal_rows=True).eager_reason(None, 6, True) is None  # others may read theirs
 
 
+def test_what_evaluations_say_and_teach_counts_until_somebody_trains() -> None:
+    """Bugs: the step that learned was an evaluation, of longer packs; twenty before training fixed all."""
+    made = dispatcher()
+    entered(made, PACK, 6)
+    for tokens, trains, needed in ((32, False, 32), (16, True, 16), (256, False, 16), (1, True, 6)):
+        assert made.expect(tokens, trains=trains) is False
+        assert made.needs()[0] == needed
+    evaluated = dispatcher()
+    with torch.no_grad():
+        for _ in range(3):
+            entered(evaluated, PACK, 6)
+    assert evaluated.observed == {PackShape(6, 2, 4): 1}
+    evaluated.due.end_step()
+    assert [evaluated.has_seen_enough() for _ in range(21)] == [False] * 19 + [True] * 2
+    assert not evaluated.has_trained()
+    evaluated.set_capacities(BANK, of_evaluations=True)
+    assert [evaluated.expect(1, trains=trains) for trains in (False, True, True)] == [False, True, False]
+    assert evaluated.by_cp_size == {}
+
+
 def test_packs_are_counted_on_request_whatever_becomes_of_them() -> None:
     made = dispatcher(BANK)
     fits, too_large = PackShape(6, 2, 4), PackShape(9, 2, 4)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is due to be captured; states, capacities and what is in flight: all follows from the steps."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, combinations, islice, product
 from types import SimpleNamespace
 
@@ -35,6 +37,10 @@ SCRIPTS = {
     "all kinds of a family": "step T1 T2; due; step T2 T3; due T2 T3; step T1; due T1 T2 T3",
     "what only the first micro-batch was in once it comes again": (
         "step E0 E; due E; step T0 T1; step T1; due E T1; step T2; due E T1 T2; step T0; due E T0 T1 T2"
+    ),
+    # In those of no number, which each may be another one, for as long as there are some.
+    "training in the state of now if calls change it": (
+        "step T0 T-1; step T1 T-1; before 9 T9; due T-1 T1; step T2; due T1 T2"
     ),
     # Also training that meets one again before it is warm, or is warm at once.
     "kinds in their own state": "step E1 E2 E1; before 1 E1; before 3; step T1; step T1; before 9",
@@ -110,7 +116,7 @@ shapes = st.builds(PackShape, st.integers(1, 4096), st.integers(2, 300), st.inte
 
 def test_most_packs_get_a_capacity_of_their_own() -> None:
     for extra in (0, 1):  # documents of the tail
-        observed = [PackShape(100, count + extra, 40) for count in (2, 4, 4, 4, 30)]
+        observed = {PackShape(100, count + extra, 40): times for count, times in ((2, 1), (4, 3), (30, 1))}
         learned = _C.capacities_for(_C.needs_of(observed, extra), extra)
         assert [(it.tokens, it.num_seqs - extra) for it in learned] == [(100, 4), (100, 64)]
 
@@ -118,7 +124,7 @@ def test_most_packs_get_a_capacity_of_their_own() -> None:
 def test_packs_that_vary_get_headroom_and_equal_ones_none() -> None:
     """Three steps of warm-up rarely meet the largest pack of a run: the next larger one ran eager."""
     for counts, tokens, expected in (([8] * 3, [500] * 3, (500, 8)), ((6, 7, 8), (500, 480, 510), (640, 16))):
-        observed = [PackShape(*shape, 40) for shape in zip(tokens, counts, strict=True)]
+        observed = Counter(PackShape(*shape, 40) for shape in zip(tokens, counts, strict=True))
         learned = _C.capacities_for(_C.needs_of(observed))
         assert (learned[-1].tokens, learned[-1].num_seqs) == expected
 
@@ -128,7 +134,7 @@ def test_packs_that_vary_get_headroom_and_equal_ones_none() -> None:
 def test_the_largest_numbers_hold_what_any_rank_met(observed: list[list[PackShape]], extra_seqs: int) -> None:
     """Also where one has observed nothing. If all of them have, there is nothing to learn."""
     packs = [shape for of_rank in observed for shape in of_rank]
-    needs = [_C.needs_of(of_rank, extra_seqs) for of_rank in observed]
+    needs = [_C.needs_of(Counter(of_rank), extra_seqs) for of_rank in observed]
     agreed = [*map(max, zip(*needs, strict=True))]
     if not packs:
         with pytest.raises(ValueError, match="there were none"):
@@ -326,25 +332,34 @@ def test_states_that_are_forgotten_are_new_when_they_come_back() -> None:
     assert states.is_new
 
 
+def captures(states: _C.States, captured: set[int], fingerprint: int) -> bool:
+    """Whether a step in this state begins with a capture; two states may have graphs."""
+    begin(states, fingerprint)
+    if not states.ask_for_place(captured, most=2):
+        return False
+    is_new = states.current not in captured
+    captured.difference_update(states.make_room(captured, most=2))
+    captured.add(states.current)
+    return is_new
+
+
+def test_states_that_never_come_back_soon_have_to_last_to_get_graphs() -> None:
+    """Bug: a value that was new in every second step cost a capture each time, without end."""
+    in_state = partial(captures, _C.States(1), set[int]())
+    lasting = [[in_state(fingerprint), in_state(fingerprint)] for fingerprint in range(30)]
+    assert lasting == 6 * [[True, False]] + 4 * [[False, True]] + 20 * [[False, False]]
+    assert [in_state(30) for _ in range(5)] == [False] * 3 + [True, False]
+
+
 def test_states_that_alternate_keep_their_graphs_and_one_that_stays_gets_some() -> None:
     """Bug: the state of all later steps had none for ever, once its graphs had gone twice for others'."""
     states, captured = _C.States(1), set[int]()
-
-    def captures(fingerprint: int) -> bool:
-        """Whether a step in this state begins with a capture."""
-        begin(states, fingerprint)
-        if not states.ask_for_place(captured, most=2):
-            return False
-        is_new = states.current not in captured
-        captured.difference_update(states.make_room(captured, most=2))
-        captured.add(states.current)
-        return is_new
-
-    assert [captures(it) for it in 2 * (7, 8, 9)] == 6 * [True]
-    assert not any(captures(it) for it in 8 * (7, 8, 9))  # each one's have gone twice, or stay
+    in_state = partial(captures, states, captured)
+    assert [in_state(it) for it in 2 * (7, 8, 9)] == 6 * [True]
+    assert not any(in_state(it) for it in 8 * (7, 8, 9))  # each one's have gone twice, or stay
     for steps in (4, 4, 4, 8):
         lost = next(it for it in (7, 8, 9) if begin(states, it) and states.current not in captured)
-        assert [captures(lost) for _ in range(steps + 1)] == (steps - 1) * [False] + [True, False]
+        assert [in_state(lost) for _ in range(steps + 1)] == (steps - 1) * [False] + [True, False]
 
 
 # -- stages run micro-batches in Megatron's order, and what is in flight in it is known -------------------

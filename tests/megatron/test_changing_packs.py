@@ -98,14 +98,18 @@ def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there_in_eager_m
 
 @pytest.mark.parametrize("evaluations", [1, 21])
 def test_evaluations_alone_teach_capacities_only_where_nobody_trains(evaluations: int) -> None:
-    """Bug: the first one did, whose packs were smaller than those of the training behind it."""
+    """Bugs: the first one did, whose packs were smaller than those of the training behind it; many did so for
+    good, so that training never replayed."""
     pair, small = rig.Pair(plugin={"capacities": ()}), rig.Micro(lengths=(16,))
     for _ in range(evaluations):
         pair.evaluate(small)
     assert bool(pair.report()["replays"]) == (evaluations > 1)
-    pair.step(rig.ONE, times=2)
-    fewest = min(each["num_seqs"] for each in pair.report()["capacities"])
-    assert fewest == len((small if evaluations > 1 else rig.ONE).lengths)
+    pair.step(rig.ONE, times=3)
+    report = pair.report()
+    fewest, replays = min(each["num_seqs"] for each in report["capacities"]), report["replays"]
+    assert fewest == len(rig.ONE.lengths)
+    pair.step(rig.TWO, rig.OTHER, times=2)
+    assert pair.report()["replays"] == replays + 2 * 2 * rig.LAYERS
 
 
 def test_more_than_one_misfit_in_twenty_packs_is_told_once(install: rig.Install, caplog: Any) -> None:

@@ -218,7 +218,7 @@ def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureF
 def test_learned_tokens_are_such_as_ranks_can_share(cp_sizes: Any, shares: int, tokens: int) -> None:
     """Bug: the first capture of a model whose ranks share rows raised, though nobody had set an option."""
     made = dispatcher(cp_sizes, shares)
-    made.learn(lambda said: [0, 61, 4, 8])
+    made.learn(lambda said: [0, 0, 61, 4, 8])
     found = [(it.tokens, it.max_seqlen) for size in cp_sizes for it in made.by_cp_size[size]]
     assert found == [(tokens, size * tokens) for size in cp_sizes for _ in range(2)]
 

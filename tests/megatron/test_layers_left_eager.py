@@ -95,6 +95,23 @@ def test_a_layer_that_binds_another_buffer_in_each_call_costs_one_capture(caplog
     assert caplog.text.count(": captured ") == 1
 
 
+def test_a_layer_that_its_calls_change_costs_the_others_nothing_however_few_states_have_graphs(
+    caplog: Any,
+) -> None:
+    """Bug: its warm-up met more states than that, and nothing was captured."""
+
+    def counts(model: Any) -> None:
+        mlp = _mlp(model)
+        rig.changes_output(mlp, lambda out: (setattr(mlp, "calls", getattr(mlp, "calls", 0) + 1), out)[1])
+
+    pair = rig.Pair(
+        layers=LAYERS, plugin={"cuda_graph_max_states": 1, "cuda_graph_warmup_steps": 3}, prepare=counts
+    )
+    pair.step(rig.ONE, times=5)
+    pair.ran(2 * (LAYERS - 1), failures=1, WARMING_UP=3 * LAYERS, CAPTURE_FAILED=2)
+    assert "STATE_CHANGED" not in caplog.text
+
+
 def test_a_capture_that_fails_whole_is_tried_again_only_after_a_change(monkeypatch: Any, caplog: Any) -> None:
     """It leaves a run that never captured. Bug: beside evaluations it was tried and reported in each step."""
     original = GPTModel._preprocess

@@ -3,6 +3,7 @@
 Routers that are told what to choose are eager, on the rows that were given. Bits: test_model_bits.py."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -129,6 +130,17 @@ def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(trained: Any) -
     with mock.patch(moe_rig.PLACES["dispatch"], moe_rig.lose), pytest.raises(OSError, match="lost"):
         step(trainer, steps_of(3)[2])
     assert moe_rig.tensors_of_calls(trainer) == []
+
+
+def test_losses_that_nobody_reads_keep_no_slot(trained: Any) -> None:
+    """Bug: with attention alone in graphs Megatron's dispatcher kept what led to the slot."""
+    trainer = trained(("attn",))
+    for parameter in trainer.chunk.parameters():
+        parameter.grad = None
+    before = rig.report_of(trainer)
+    for micro in itertools.chain.from_iterable(steps_of(3)):
+        rig.forward(trainer.chunk, micro, trainer.device)
+    assert rig.eager_since(rig.report_of(trainer), before) == {}
 
 
 def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:

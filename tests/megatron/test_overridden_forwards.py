@@ -171,6 +171,20 @@ class ShortModel(OwnModel):
         return self.compute_language_model_loss(labels, self.output_layer(out)[0])
 
 
+class EmbeddedModel(OwnModel):
+    def tables(self, *given: Any) -> Any:
+        hidden, tables = super().tables(*given)
+        return hidden, {**tables, "sequence_len_offset": hidden.detach()}
+
+
+def test_a_forward_whose_layers_get_what_is_made_of_hidden_states_is_refused_by_name() -> None:
+    """Bug: the first pack that filled its capacity was compared with what has no memory, and raised."""
+    pair = host_pair(EmbeddedModel)
+    pair.step(ONE, FULL, times=3)
+    (failure,) = pair.ran(0, failures=1, WARMING_UP=8, SCOPE_UNSUPPORTED=4)["failures"]
+    assert "(ValueError: sequence_len_offset is made of hidden states)" in failure
+
+
 class RenamedBlock(NamelessBlock):
     def forward(self, hidden_states: Any, pack: Any, table: Any) -> Any:
         given = {"packed_seq_params": pack, "rotary_pos_emb": table, "attention_mask": None}

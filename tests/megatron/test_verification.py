@@ -158,7 +158,29 @@ def test_no_micro_batch_is_kept_for_a_state_that_only_the_first_call_was_in(warm
     pair = rig.Pair(plugin={"cuda_graph_warmup_steps": warmup}, prepare=mark)
     pair.step(rig.ONE, rig.TWO, times=warmup + 2)
     pair.ran(verified=1, WARMING_UP=2 * warmup * rig.LAYERS)
-    assert not [it for it in gc.get_objects() if isinstance(it, Example)]
+    assert not _examples()
+
+
+def _examples() -> list[Example]:
+    return [it for it in gc.get_objects() if isinstance(it, Example)]
+
+
+def test_no_micro_batch_is_kept_that_was_verified_again() -> None:
+    pair = rig.Pair(plugin={"verify": 3})
+    for verified, kept in ((0, 1), (1, 0), (1, 0), (1, 1), (2, 0)):
+        pair.step(rig.ONE)
+        assert (pair.report()["verification"]["verified"], len(_examples())) == (verified, kept)
+
+
+def test_no_micro_batch_of_a_model_that_is_refused_is_kept() -> None:
+    pair = rig.Pair(plugin={"cuda_graph_warmup_steps": 3})
+    pair.step(rig.ONE)
+    assert _examples()
+    for trainer in pair.both:
+        trainer.chunk.config.fp8 = "hybrid"
+        trainer.chunk.decoder.layers = nn.ModuleList(reversed(trainer.chunk.decoder.layers))
+    pair.step(rig.ONE)
+    assert pair.report()["eager"]["SCOPE_UNSUPPORTED"] and not _examples()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")

@@ -307,6 +307,8 @@ def test_what_keeps_a_capture_from_every_step_is_said_once(pair: rig.Pair) -> No
         pair.step(rig.ONE, times=30)
     report = pair.ran(0, failures=1, WARMING_UP=30 * rig.LAYERS)
     assert report["failures"] == ["nothing is captured: each step begins under RECOMPUTING"]
+    pair.step(rig.ONE)
+    assert pair.report()["failures"] == []
 
 
 def test_a_search_for_a_ddp_runs_no_code_of_other_modules() -> None:

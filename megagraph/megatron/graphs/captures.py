@@ -249,6 +249,8 @@ class Captures:
             self._leave_eager(failing)
             self.drop([*self.bank.variants])
             self._due.forget_graphs()
+        else:
+            self.verifier.forget_except(self._due.due, pending.values())
         return not failing
 
     def _prepare(self) -> None:

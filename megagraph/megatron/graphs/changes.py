@@ -182,7 +182,8 @@ class Changes:
         has_gradients = has_gradients and self.gradients_reason is None and are_alone
         due: set[VariantKey] = set()
         # What is due in a state that is another one each time is for nobody.
-        settles = self._new_in_a_row <= self._most
+        # But a first capture finds out which layers' own calls make it so.
+        settles = self._new_in_a_row <= self._most or not self._due.is_warm
         if can_capture and settles and self._due.due and self._ask_for_place():
             kinds = self._due.due_in(self._states.current, torch.is_grad_enabled())
             due = {kind for kind in kinds if (has_gradients if kind.grad else has_memory)}
@@ -194,8 +195,9 @@ class Changes:
             return self._due_on_all(due, can_capture=can_capture, has_gradients=has_gradients)
         wanted = [each or set() for each in self._peers.gather(due or None)]
         of_all: set[VariantKey] = set.intersection(*wanted)
-        if any(wanted) and not of_all:
-            log.warning("capture waits: ranks of the group want different graphs")
+        self._waited = self._waited + 1 if any(wanted) and not of_all else 0
+        if self._waited == PATIENCE:
+            log.warning("a capture has waited for %d steps: ranks want different graphs, or none", PATIENCE)
         return of_all
 
     def _due_on_all(
@@ -279,7 +281,7 @@ class Changes:
             self._made_new[self._states.current] = changed
             log.info("layers are in a state that is new: %s", changed)
         self._items = now
-        if self._new_in_a_row > self._most and not self._has_warned:
+        if self._new_in_a_row > self._most and self._due.is_warm and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the state of the layers was another one before each of the last %d steps, so that they run "
@@ -320,7 +322,7 @@ class Changes:
         if self._states.ask_for_place(self._due.states_with_graphs(), self._most):
             return True
         self._captures.note(
-            "the layers alternate between more states than may have graphs at once, and some stay eager "
+            "the layers change between more states than may have graphs at once, and some stay eager "
             f"(STATE_CHANGED); cuda_graph_max_states is {self._most}"
         )
         return False
@@ -330,13 +332,16 @@ class Changes:
     def describe(self) -> str:
         """How many states have graphs, and what is no part of a state, for the log."""
         left_out = f", {_count(len(self._unguarded), 'name')} left out" if self._unguarded else ""
-        return f"{_count(len(self._due.states_with_graphs()), 'state')} captured{left_out}"
+        return f"{_count(len(self._states_with_graphs()), 'state')} captured{left_out}"
+
+    def _states_with_graphs(self) -> list[int]:
+        bank = self._captures.bank
+        return sorted({key.state for key in bank.variants})
 
     def report(self) -> dict[str, Any]:
         """Which states have graphs, what made them others, and what is no part of a state, by name."""
-        captured = sorted(self._due.states_with_graphs())
         return {
-            "states": [self._made_new.get(number, "the first one") for number in captured],
+            "states": [self._made_new.get(it, "the first one") for it in self._states_with_graphs()],
             "unguarded": self._unguarded,
         }
 

@@ -14,11 +14,11 @@ the same step boundary.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megagraph import _C
-from megagraph._C import Capacity, MicroBatch, VariantKey, capacities_for, needs_of
+from megagraph._C import Capacity, MicroBatch, VariantKey, capacities_for
 from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
 from megagraph.log import PATIENCE, log
@@ -47,9 +47,6 @@ class Dispatcher(_C.Dispatcher):
     graphs were captured with, since their collectives are of its communicator.
     """
 
-    # Capacities, smallest first; empty while they are still to be learned.
-    by_cp_size: Mapping[int, Sequence[Capacity]]
-
     def __init__(self, model_config: Any, config: GraphConfig, tables: LayerArguments, peers: Peers) -> None:
         context = peers.context
         # Whether ranks of other packs run as many rows in each micro-batch.
@@ -74,8 +71,7 @@ class Dispatcher(_C.Dispatcher):
         self._tail, self._context, self._tensor = config.tail, context, peers.tensor
         # Of tokens: each rank has a share of two parts of every document, and of the rows between the layers.
         self.multiple = math.lcm(1 + (context.sizes[-1] > 1), peers.tensor.row_shares)
-        self._waited = self._evaluations = 0  # steps
-        self.expected_tokens = 0  # of a rank's share of a pack, as the schedule says; 0 or 1 if it does not
+        self._waited = 0  # steps
         largest = context.sizes[-1]
         for each in config.all_capacities(largest):
             if each.max_seqlen > each.tokens * largest:
@@ -90,13 +86,9 @@ class Dispatcher(_C.Dispatcher):
             )
             for size in context.sizes
         }
-        self._take(known if any(known.values()) else {})
+        self.set_capacities(known if any(known.values()) else {})
         if self._context.is_dynamic:  # groups by which packs are known that name theirs
             self.set_groups(self._context.by_size())
-
-    def _take(self, by_cp_size: Mapping[int, Sequence[Capacity]]) -> None:
-        self.by_cp_size = by_cp_size
-        self.set_capacities(by_cp_size)
 
     def _each(self) -> Iterator[tuple[int, Capacity]]:
         """Every capacity, with the number of ranks that share its packs."""
@@ -120,25 +112,15 @@ class Dispatcher(_C.Dispatcher):
                 )
             self._tail.check(capacity, cp_size)
 
-    def needs(self) -> list[int]:
-        """Of the packs that were observed, and of those to come: as `needs_of()`, or as the schedule says."""
-        needs = needs_of([*self.observed], self._tail.extra_seqs)
-        if self.expected_tokens > 1 and self.observed:
-            # No pack has more, but for those that already had.
-            needs[0] = max(self.expected_tokens, *(shape.tokens for shape in self.observed))
-        return needs
-
     def learn(self, max_over_ranks: MaxOverRanks) -> None:
         """Before a step: learns capacities from packs of the warm-up, once that of all ranks is over.
 
         Ranks need not have counted the same packs: one may not have been able to read some, or has offsets
         that are longer. So all of them learn the same from the most that any has met.
         """
-        extra_seqs, sizes, warm = self._tail.extra_seqs, self._context.sizes, self.due.warmed_up
-        self._evaluations += bool(warm)
-        # Packs of evaluations are smaller than those to train on, and learned from if no others come.
-        is_warm = any(kind.grad for kind in warm) or self._evaluations >= PATIENCE
-        somebody_waits, tokens, *num_seqs = max_over_ranks([int(not is_warm), *self.needs()])
+        extra_seqs, sizes, is_warm = self._tail.extra_seqs, self._context.sizes, self.has_seen_enough()
+        said = int(not is_warm), int(self.has_trained()), *self.needs()
+        somebody_waits, somebody_trains, tokens, *num_seqs = max_over_ranks(said)
         if somebody_waits:
             self._waited += is_warm
             if is_warm and self._waited == PATIENCE:
@@ -150,12 +132,12 @@ class Dispatcher(_C.Dispatcher):
                 )
             return
         tokens += -tokens % self.multiple
-        num_shapes = len(self.observed)
-        self._take({size: capacities_for([tokens, *num_seqs], extra_seqs, size) for size in sizes})
+        learned = {size: capacities_for([tokens, *num_seqs], extra_seqs, size) for size in sizes}
+        self.set_capacities(learned, of_evaluations=not somebody_trains)
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
             "max_seqlen_per_dp_cp_rank=%d",
-            num_shapes,
+            len(self.observed),
             ",".join(str(capacity.num_seqs) for capacity in self.by_cp_size[self._context.size]),
             tokens,
         )

@@ -83,6 +83,8 @@ class LayerArguments(dict[VariantKey, Constants]):
                 kept.put_all_back()
         if made.get("extract_layer_indices"):
             raise ValueError("it looks at rows between the layers: extract_layer_indices")
+        if of_rows := [name for name, it in made.items() if isinstance(it, Tensor) and it.is_meta]:
+            raise ValueError(f"{of_rows[0]} is made of hidden states")
         table: Any = made.get("rotary_pos_emb")
         rows: Any = of_short.get("rotary_pos_emb")
         if isinstance(table, Tensor) and not torch.equal(table[: len(rows)], rows):

@@ -49,6 +49,8 @@ _ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
 # What an output processor gets as the caller passed it; its hidden states are cut.
 _HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
 
+_KEPT_BACK = "nothing is captured"  # so far
+
 
 def _ranks_of_experts(model: Any) -> HostGroup:
     """The ranks that the experts of a model's layers are spread over."""
@@ -145,6 +147,7 @@ class GraphedModel:
         self.dispatcher.refuse(None if refusal is None else refusal.reason)
         if refusal is not None and not is_known:
             self.context.refuse(refusal.sentence)
+            self.verifier.forget_except(())
             log.warning(str(refusal))
 
     def look_at_table(self, table: Any, params: Any, hidden_states: Tensor | None) -> None:
@@ -290,16 +293,14 @@ class GraphedModel:
         self.dispatcher.count_eager(batch.reason)
         return None
 
-    def look_around(self, models: Sequence[nn.Module], tokens: int = 0) -> None:
+    def look_around(self, models: Sequence[nn.Module]) -> None:
         """Before a step: finds the DDP around it in `models` of a schedule, and where to act by now.
 
-        The schedule was told of so many `tokens` of a pack, 0 for none.
         A DDP is unknown to a forward before its step, and graphs that knew of none are dropped.
         """
         model: Any = self.model()
         if model is None:
             return
-        self.dispatcher.expected_tokens = 0 if self.context.is_dynamic else tokens // self.context.size
         captures, entries = self.captures, self.entries
         if not _C.has_forwards(model, entries.model.forward, entries.block.forward):
             entries.find_doors(model)
@@ -395,10 +396,11 @@ class GraphedModel:
                 has_gradients = changes.gradients_reason is None
                 if not self.captures.is_still_right(may_run=not under, has_gradients=has_gradients):
                     return
-            is_kept_back = under and self._due.due and not torch.is_inference_mode_enabled()
+            may_wait = self._due.captured or torch.is_inference_mode_enabled()
+            is_kept_back = under and self._due.due and not may_wait
             self._kept_back = self._kept_back + 1 if is_kept_back else 0
             if self._kept_back == PATIENCE:
-                self.captures.note(f"nothing is captured: each step begins under {under}")
+                self.captures.note(f"{_KEPT_BACK}: each step begins under {under}")
             has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
             can_capture = not under and has_freqs and self._row is not None and bool(dispatcher.by_cp_size)
             if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
@@ -415,6 +417,7 @@ class GraphedModel:
 
     def _capture(self, kinds: set[VariantKey]) -> None:
         assert self._row is not None
+        self.captures.failures[:] = (it for it in self.captures.failures if not it.startswith(_KEPT_BACK))
         self.changes.make_room()
         self.captures.capture(self.captures.prepared(self.dispatcher.variants(kinds), self._row))
         # Nor has a bank captured any whose place this one has just taken.

@@ -200,11 +200,11 @@ class Verifier:
         here = (rows >= first) & (rows < first + count)
         return (rows[here] - first).to(kept.hidden.device)
 
-    def forget_except(self, due: Collection[VariantKey]) -> None:
-        """After a capture: lets go of what was kept, but for kinds that are due in another state."""
-        families = {kind.family for kind in due}
-        self._kept = {key: kept for key, kept in self._kept.items() if key.kind in families}
-        self.pending.clear()
+    def forget_except(self, due: Collection[VariantKey], pending: Collection[VariantKey] = ()) -> None:
+        """Lets go of what was kept, but for kinds due in another state, and for `pending` variants."""
+        families, awaited = {kind.family for kind in due}, {key.replace(state=0) for key in pending}
+        self._kept = {key: kept for key, kept in self._kept.items() if key.kind in families or key in awaited}
+        self.pending = {state: key for state, key in self.pending.items() if key in pending}
 
     def describe(self, bank: Bank) -> str:
         """How many variants were verified, and what that cost, for the log."""

@@ -84,10 +84,34 @@ def _late_shared(layer: Any) -> None:
     layer.mlp.backward_dw(routed_experts=False, shared_experts=True)
 
 
+def let_go_of(mixture: Any) -> Callable[[], None]:
+    """Before a dispatch. Returns what is called behind its combine: nobody keeps its tensors any longer.
+
+    Those that leave a graph would keep their slot from the next micro-batch. That is what a dispatcher does,
+    and shared experts beside it where an error comes up.
+    """
+    takers = (taker for taker in (mixture.token_dispatcher, mixture.shared_experts) if taker is not None)
+    before = [(vars(taker), dict(vars(taker))) for taker in takers]
+
+    def let_go() -> None:
+        for now, kept in before:
+            for name, value in now.items():
+                if isinstance(value, Tensor) and value is not kept.get(name):
+                    now[name] = None
+
+    return let_go
+
+
+def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
+    with contextlib.ExitStack() as afterwards:
+        afterwards.callback(let_go_of(layer.mlp))
+        return run_mlp(layer, hidden_states, arguments)
+
+
 EXPERTS = LayerPart(
     name="experts",
     is_in=lambda layer: experts_of(layer) is not None,
-    run=run_mlp,
+    run=_run_whole,
     late=_late_shared,
     check=lambda layer: "its experts wait for the device, and nothing else of it can be graphed",
 )
@@ -114,30 +138,6 @@ def unsupported_routing(layer: Any) -> str | None:
 def has_grouped(layer: nn.Module) -> bool:
     """Whether the experts of a layer never wait for the device."""
     return is_grouped(experts_of(layer))
-
-
-def let_go_of(mixture: Any) -> Callable[[], None]:
-    """Before a dispatch. Returns what is called behind its combine: nobody keeps its tensors any longer.
-
-    Those that leave a graph would keep their slot from the next micro-batch. That is what a dispatcher does,
-    and shared experts beside it where an error comes up.
-    """
-    takers = (taker for taker in (mixture.token_dispatcher, mixture.shared_experts) if taker is not None)
-    before = [(vars(taker), dict(vars(taker))) for taker in takers]
-
-    def let_go() -> None:
-        for now, kept in before:
-            for name, value in now.items():
-                if isinstance(value, Tensor) and value is not kept.get(name):
-                    now[name] = None
-
-    return let_go
-
-
-def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Any:
-    with contextlib.ExitStack() as afterwards:
-        afterwards.callback(let_go_of(layer.mlp))
-        return run_mlp(layer, hidden_states, arguments)
 
 
 def _unsupported_whole(layer: Any) -> str | None:
