@@ -15,7 +15,7 @@ import pytest
 import torch
 from run_scripts import MADE, TRAINING, Files, run_python
 
-from megagraph._C import Capacity, PackShape
+from megagraph._C import PackShape
 from megagraph.cli import main
 from megagraph.cli.advice import Advice, Block, Findings, Packs, advice_on, interval_of
 from megagraph.cli.scripts import EnoughError, run_steps
@@ -169,9 +169,7 @@ def test_the_table_has_the_options_of_the_run_and_is_accepted(config: GraphConfi
     read = GraphConfig.from_toml(path)
     limits = {None: (60, 100), 70: (60, 70), 5: (9, 9)}[config.max_seqlen]
     expected = zip((60, 100), (3, 4), limits, strict=True)
-    assert read.capacities == tuple(
-        Capacity(tokens=it[0], num_seqs=it[1], max_seqlen=it[2]) for it in expected
-    )
+    assert [(it.tokens, it.num_seqs, it.max_seqlen) for it in read.capacities] == [*expected]
     for name in ("cuda_graph_modules", "verify", "tail", "cp_sizes", "poison", "log_interval"):
         assert getattr(read, name) == getattr(config, name)
     assert read.mode == "graph" and read.report is None

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.megatron
 
 LAYERS, STEPS = 2, 6  # of the tiny run
 CALLS = LAYERS * STEPS  # one micro-batch a step
+NO_MEMORY = "megagraph demo: not enough memory: "
 TEXTS = [f"document {number} says " + "word " * (number % 4) for number in range(12)]
 Compare = Callable[..., SimpleNamespace]
 Demo = Callable[..., int]
@@ -178,11 +179,8 @@ def test_a_bit_of_a_gradient_is_named_alone(demo: Any, second_trainer: Any, text
     ("error", "said"),
     [
         ((130, KeyboardInterrupt), "megagraph demo: interrupted"),
-        ((70, MemoryError), "megagraph demo: not enough memory: "),
-        (
-            (70, RuntimeError, "[..] DefaultCPUAllocator: can't allocate memory"),
-            "megagraph demo: not enough memory: [..]",
-        ),
+        ((70, MemoryError), NO_MEMORY),
+        ((70, RuntimeError, "[..] DefaultCPUAllocator: can't allocate memory"), f"{NO_MEMORY}[..]"),
         ((ExitCode.CRASHED, RuntimeError, "out of luck"), "RuntimeError: out of luck"),
     ],
 )

@@ -59,6 +59,7 @@ def test_the_megatron_that_lies_beside_a_script_is_the_one_that_counts(files: Fi
     assert done.stderr.startswith("megagraph run: megatron-core 9.9 does not fit")
 
 
+SET = ("--set", "mode=eager", "--set", "capacities=8:2,32:4", "--set", "cuda_graph_warmup_steps=2")
 CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PACKED_SEQS": "3,9"}
 
 
@@ -69,12 +70,7 @@ CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PAC
         # Variables go before the file, and leave its other options.
         (True, CHANGED, (), {"mode": "graph", "warmup": 5, "poison": True, "capacities": [[64, 3], [64, 9]]}),
         # And --set before both.
-        (
-            True,
-            CHANGED,
-            ("--set", "mode=eager", "--set", "capacities=8:2,32:4", "--set", "cuda_graph_warmup_steps=2"),
-            {"mode": "eager", "warmup": 2, "poison": True, "capacities": [[8, 2], [32, 4]]},
-        ),
+        (True, CHANGED, SET, {"mode": "eager", "warmup": 2, "poison": True, "capacities": [[8, 2], [32, 4]]}),
         (False, {"MODE": "eager"}, (), {"mode": "eager", "warmup": None, "poison": False, "capacities": []}),
         (False, {"MODE": "off"}, (), None),
     ],
@@ -226,11 +222,7 @@ def test_a_run_ends_with_what_was_replayed_or_why_that_is_not_known(files: Files
     seven = TRAINING.replace("(documents, 64, 6)", "(documents, 64, 7)")  # documents in a pack
     raise_it = f"TOO_MANY_SEQUENCES: {EagerReason.TOO_MANY_SEQUENCES.remedy} to 8 (packs held up to 7)"
     for script, toml, said in (
-        (
-            "import megagraph; megagraph.uninstall()",
-            "",
-            "nothing is known: the script has called uninstall()",
-        ),
+        ("import megagraph as it; it.uninstall()", "", "nothing is known: the script has called uninstall()"),
         ("pass", "mode = 'off'", "nothing is known: mode is off, so no report is written"),
         ("import megagraph as it; it.install(it.GraphConfig())", "mode = 'off'", "nothing is known: mode"),
         (seven, "", f"60 % of layer calls replayed; 20 % eager, {raise_it}"),

@@ -96,9 +96,7 @@ def test_every_token_of_a_text_appears_once_in_order(data: bytes, limit: int | N
 
 
 NO_ROW = "expected a JSON object with one of the columns text, tokens, length, got "
-OVER = (
-    "document of 9000 tokens is over the limit of 8192; shorten it, or raise --max-document or --pack-tokens"
-)
+OVER = "document of 900 tokens is over the limit of 800; shorten it, or raise --max-document or --pack-tokens"
 EMPTY = "document of 0 tokens is under the minimum of 1"
 NO_COLUMN = "expected one of the columns text, tokens, length; found "
 NO_LIST = "expected a list of integers in column tokens, got "
@@ -115,9 +113,9 @@ NO_LIST = "expected a list of integers in column tokens, got "
         ([[1, 2]], NO_ROW + "a list ([1, 2])"),
         (["text"], NO_ROW + "a string ('text')"),
         ([None], NO_ROW + "null"),
-        *(([{"text": "a"}, {"text": text}], why) for text, why in (("a" * 9000, OVER), ("", EMPTY))),
-        ([{"tokens": [1] * 9000}], OVER),
-        ([{"length": 9000}], OVER),
+        *(([{"text": "a"}, {"text": text}], why) for text, why in (("a" * 900, OVER), ("", EMPTY))),
+        ([{"tokens": [1] * 900}], OVER),
+        ([{"length": 900}], OVER),
         *(([{"length": it}], f"expected a length in [1, 2147483647], got {it}") for it in (0, -3, 2**31)),
         ([{"id": 1, "title": "a"}], f"{NO_COLUMN}id, title"),
         ([{}], f"{NO_COLUMN}no columns"),
@@ -134,7 +132,7 @@ NO_LIST = "expected a list of integers in column tokens, got "
     ids=lambda value: str(value)[:20],
 )
 def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
-    refuses(Files(tmp_path).jsonl(*rows), f"FILE:{len(rows)}: {message}", max_length=8192)
+    refuses(Files(tmp_path).jsonl(*rows), f"FILE:{len(rows)}: {message}", max_length=800)
 
 
 def test_a_path_that_is_no_jsonl_with_documents_is_refused(tmp_path: Path) -> None:

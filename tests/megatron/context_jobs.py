@@ -132,12 +132,8 @@ def make_trainer(
 
 
 def start(cp_size: int, tensor_parallel: int = 1, expert_parallel: int = 1) -> None:
-    make_groups(
-        tensor_model_parallel_size=tensor_parallel,
-        context_parallel_size=cp_size,
-        expert_model_parallel_size=expert_parallel,
-        expert_tensor_parallel_size=1,
-    )
+    of_experts = {"expert_model_parallel_size": expert_parallel, "expert_tensor_parallel_size": 1}
+    make_groups(tensor_model_parallel_size=tensor_parallel, context_parallel_size=cp_size, **of_experts)
 
 
 @makes_groups
@@ -239,11 +235,8 @@ def install(*, cp_sizes: tuple[int, ...] = (1, 2), **plugin: Any) -> None:
 
 def micros_of(group: Any) -> list[OwnMicro]:
     """One of both ranks, and one of this rank alone."""
-    packs = ((20, 8), group), ((12, 4, 8), None)
-    return [
-        OwnMicro(lengths=lengths, padded=lengths, seed=index, group=each)
-        for index, (lengths, each) in enumerate(packs)
-    ]
+    shared = OwnMicro(lengths=(20, 8), padded=(20, 8), group=group)
+    return [shared, OwnMicro(lengths=(12, 4, 8), padded=(12, 4, 8), seed=1)]
 
 
 def warmed(trainer: Trainer) -> list[OwnMicro]:
@@ -275,13 +268,11 @@ def text(number: int, length: int) -> dict[str, Tensor]:
     return {name: rows.to(device()) for name, rows in found.items()}
 
 
-def documents_of(lengths: Sequence[Sequence[Sequence[int]]]) -> list[list[list[dict[str, Tensor]]]]:
+def documents_of(step: int, of_ranks: Sequence[Sequence[int]]) -> list[list[dict[str, Tensor]]]:
+    """Of these lengths, by rank."""
     return [
-        [
-            [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
-            for rank, own in enumerate(of_ranks)
-        ]
-        for step, of_ranks in enumerate(lengths)
+        [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
+        for rank, own in enumerate(of_ranks)
     ]
 
 
@@ -293,13 +284,8 @@ def summed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tens
 
 def forward(model: Any, rows: Mapping[str, Tensor], positions: Tensor, params: Any) -> tuple[Tensor, Any]:
     """Losses of rows of a pack, each tensor [1, T], and what sums them."""
-    losses = model(
-        input_ids=rows["tokens"],
-        position_ids=positions,
-        attention_mask=None,
-        labels=rows["labels"],
-        packed_seq_params=params,
-    )
+    given = {"input_ids": rows["tokens"], "labels": rows["labels"], "position_ids": positions}
+    losses = model(attention_mask=None, packed_seq_params=params, **given)
     return losses, partial(summed, mask=rows["loss_mask"])
 
 
@@ -345,13 +331,9 @@ def train_scheduled(
         start(static, expert_parallel=experts)
         options["context_parallel_size"] = static
     groups = megagraph.context_groups(cp_sizes)
-    limits = ScheduleLimits(
-        ranks=groups.num_ranks,
-        cp_sizes=cp_sizes,
-        max_seqlen_per_dp_cp_rank=rig.CAPACITY.tokens,
-        max_packed_seqs=rig.CAPACITY.num_seqs,
-    )
-    documents = documents_of(lengths)
+    most = {"max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens, "max_packed_seqs": rig.CAPACITY.num_seqs}
+    limits = ScheduleLimits(ranks=groups.num_ranks, cp_sizes=cp_sizes, **most)
+    documents = [documents_of(*step) for step in enumerate(lengths)]
     config = {"calculate_per_token_loss": True, **options}
     make: Callable[..., Trainer] = partial(make_trainer, config=config, **(model or {}))
     is_whole = has_reference and static == experts == 1
@@ -359,9 +341,8 @@ def train_scheduled(
     unfused = make(config={**config, "apply_rope_fusion": False})
     expected = alone(unfused.chunk, [each for own in documents[0] for each in own] if is_whole else [])
     own = (of_ranks[groups.rank] for of_ranks in documents)
-    steps = list(
-        ScheduledSteps(own, limits=limits, groups=groups, config=unfused.chunk.config, device=device())
-    )
+    how = {"limits": limits, "groups": groups, "device": device()}
+    steps = [*ScheduledSteps(own, config=unfused.chunk.config, **how)]
     options_of_plugin = {"cp_sizes": cp_sizes, **CAPACITY_OF_RANK, **(plugin or {})}
     evaluate_at = (1, *range(2, len(steps), 2)) if evaluates else ()
 

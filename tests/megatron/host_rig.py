@@ -78,12 +78,9 @@ class OwnBlock(TransformerBlock):
     """Runs its layers itself; what `between` does there is a subclass's."""
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=None, **further):
-        given = {
-            "attention_mask": attention_mask,
-            "rotary_pos_emb": rotary_pos_emb,
-            "packed_seq_params": packed_seq_params,
-            **{name: further.get(name) for name in _OF_LAYERS},
-        }
+        given = {name: further.get(name) for name in _OF_LAYERS}
+        given |= {"attention_mask": attention_mask, "rotary_pos_emb": rotary_pos_emb}
+        given["packed_seq_params"] = packed_seq_params
         for index, layer in enumerate(self.layers):
             assert layer.layer_number == index + 1
             hidden_states, _ = layer(hidden_states=hidden_states, **given, **self.further_arguments(index))
@@ -100,13 +97,9 @@ class OwnBlock(TransformerBlock):
 def _host_model(model_class: Any, block_class: Any, options: Any, config: Any, spec: Any = None) -> nn.Module:
     """A model of these classes; of Megatron's block where no other is given."""
     spec = spec_of(config) if spec is None else spec
-    model: nn.Module = model_class(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=options.vocab,
-        max_sequence_length=options.max_tokens,
-        position_embedding_type="rope",
-    )
+    given = {"vocab_size": options.vocab, "max_sequence_length": options.max_tokens}
+    given |= {"position_embedding_type": "rope"}
+    model: nn.Module = model_class(config=config, transformer_layer_spec=spec, **given)
     if block_class is not None:
         model.decoder = block_class(config=config, spec=spec)
     return model
@@ -217,17 +210,15 @@ class SwiftLinear(PeftLinear):
         return super().forward(x, *args, **kwargs)
 
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-
-
 def adapt(model: Any, kind: type = AdaptedLinear) -> None:
     """Freezes a model and gives linears of its layers an adapter each."""
     torch.manual_seed(5)
     model.requires_grad_(False)
     for layer in model.decoder.layers:
         for owner in (layer.self_attention, layer.mlp):
-            for name in [it for it in LINEARS if it in owner._modules]:
-                setattr(owner, name, kind(getattr(owner, name), rank=4))
+            for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+                if name in owner._modules:
+                    setattr(owner, name, kind(getattr(owner, name), rank=4))
 
 
 @contextlib.contextmanager
@@ -261,9 +252,8 @@ def bridge_pack(micro: rig.Micro, device: Any) -> Any:
 def bridge_padded_pack(micro: rig.Micro, device: Any, longest: int | None = None) -> Any:
     """As many documents in each pack: offsets are repeated, and the tail is a document without tokens."""
     tail = rig.OPTIONS.max_tokens - micro.physical
-    actual, padded = (
-        offsets(lengths, device, entries=5) for lengths in ([*micro.lengths, 0], [*micro.rows, tail])
-    )
+    lengths = [*micro.lengths, 0], [*micro.rows, tail]
+    actual, padded = (offsets(each, device, entries=5) for each in lengths)
     return rig.packed(actual, padded, max_seqlen_q=torch.tensor(longest or max(*micro.rows, tail)))
 
 
@@ -463,9 +453,8 @@ class Host:
 
     def train(self, micros: Sequence[rig.Micro]) -> None:
         self.trainer.zero_grad()
-        self.left += run_phase(
-            self.trainer.model, micros, self._values_beside_reference, **{"seq_length": 1, **self.schedule}
-        )
+        schedule = {"seq_length": 1, **self.schedule}
+        self.left += run_phase(self.trainer.model, micros, self._values_beside_reference, **schedule)
         self.left += rig.grads(self.trainer.chunk).values()
         self.trainer.update()
 

@@ -28,15 +28,7 @@ from megagraph.megatron.parallel.model_parallel import schedule_of
 
 FULL = rig.CAPACITY.tokens
 # Some fill their capacity, most do not, and one kind fits none.
-SHAPES: list[tuple[int, ...]] = [
-    (9, 20),
-    (FULL,),
-    (3, 30, 8),
-    (24, FULL - 24),
-    (12,),
-    (5, 5, 5),
-    (10, FULL - 14, 4),
-]
+SHAPES = [(9, 20), (FULL,), (3, 30, 8), (24, FULL - 24), (12,), (5, 5, 5), (10, FULL - 14, 4)]
 
 
 class Trainer(PipelineTrainer):
@@ -114,11 +106,7 @@ def _delaying(spec: BlockSpec) -> BlockSpec:
 
 
 LATE, OF_ENGINE = "late gradients", "late gradients of Transformer Engine's"
-LAYERS: dict[str, BlockSpec] = {
-    "core": _spec,
-    LATE: _delaying(_spec),
-    OF_ENGINE: _delaying(engines_block_spec),
-}
+LAYERS = {"core": _spec, LATE: _delaying(_spec), OF_ENGINE: _delaying(engines_block_spec)}
 
 
 def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool, most: int) -> list[list[Any]]:
@@ -133,9 +121,8 @@ def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool, 
         shapes = [some[(index + place + 2 * own) % len(some)] for place in range(number)]
         if misfits and index % 2:
             shapes[-1] = MISFIT
-        steps.append(
-            [rig.Micro(lengths=it, seed=100 * index + place + 1000 * own) for place, it in enumerate(shapes)]
-        )
+        first = 100 * index + 1000 * own  # seed
+        steps.append([rig.Micro(lengths=it, seed=first + place) for place, it in enumerate(shapes)])
     return steps
 
 

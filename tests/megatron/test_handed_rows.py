@@ -137,9 +137,8 @@ def test_a_stage_that_others_follow_keeps_the_rows_that_were_given_outside_of_sc
     outs: dict[str, list[Tensor]] = {"eager": [], "graph": []}
     for mode, found in outs.items():
         megagraph.install(rig.graph_config(mode=mode))
-        trainer = rig.ModelTrainer(
-            heads=4, prepare=lambda chunk: setattr(chunk, "post_process", False), config=SHARED_ROWS
-        )
+        given = {"prepare": lambda chunk: setattr(chunk, "post_process", False), "config": SHARED_ROWS}
+        trainer = rig.ModelTrainer(heads=4, **given)
         for micro in PACKS * 3:
             out = trainer.chunk(**{**micro.given(trainer.device), "labels": None})
             assert out.shape == (micro.physical // 2, 1, OPTIONS.hidden)
@@ -214,13 +213,11 @@ def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.both
-@pytest.mark.parametrize(
-    ("case", "scopes"), [("allgather", SCOPES), ("drop and pad", (*SCOPES, "moe_preprocess"))]
-)
+@pytest.mark.parametrize(("case", "more"), [("allgather", ()), ("drop and pad", ("moe_preprocess",))])
 @on_ranks(2)
-def test_ranks_with_packs_of_their_own_ask_nothing_once_they_have_met(case: str, scopes: Any) -> None:
+def test_ranks_with_packs_of_their_own_ask_nothing_once_they_have_met(case: str, more: Any) -> None:
     """A pack of one rank that fits no capacity runs eager there, on as many rows; the other rank replays."""
-    report = train(scopes=scopes, num_steps=4, misfits_on=1, **CASES[case])
+    report = train(scopes=(*SCOPES, *more), num_steps=4, misfits_on=1, **CASES[case])
     misfits = dict.fromkeys(MISFITS, SITES) if distributed.get_rank() else {}
     rig.ran(report, 3 * 3 * SITES - sum(misfits.values()), WARMING_UP=3 * SITES, **misfits)
 
@@ -263,26 +260,20 @@ def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others() -> None:
     rig.ran(report, WARMING_UP=2 * 3 * SITES, **alone)
 
 
+BALANCE = "moe_router_load_balancing_type"
+WITH_OTHERS = "collectives of ranks that run other packs (tp_dp_cp, 2 ranks"
 # What is named beside MLPs, further options, and what keeps a router eager, or None of experts over ranks.
 OWN_PACKS: dict[str, tuple[Sequence[str], moe_rig.Config, str | None]] = {
     "routers": (ROUTERS, moe_rig.BIAS, ""),
     # Bug that was: experts have the group that saves their shards over ranks, and no forward uses it.
     "whole layers": (("attn", "moe"), moe_rig.PADS, ""),
-    "a loss that is reduced over them": (
-        ROUTERS,
-        {"moe_router_load_balancing_type": "global_aux_loss"},
-        "collectives of ranks that run other packs (tp_dp_cp, 2 ranks",
-    ),
+    "a loss that is reduced over them": (ROUTERS, {BALANCE: "global_aux_loss"}, WITH_OTHERS),
     "dropless, bias": (ROUTERS, moe_rig.BIAS, None),
     **{case: (ROUTERS, moe_rig.CASES[case], None) for case in ("drop", "shared experts, overlapped")},
     # Bug: experts behind a graph had a backward, for which the rank waited that ran eager.
     "frozen below": (ROUTERS, {**moe_rig.BIAS, "prepare": parallel_jobs.freeze_below}, None),
     # Counts are gathered over the ranks in the eager part.
-    "permuted": (
-        (*ROUTERS, "moe_preprocess"),
-        {**moe_rig.BIAS, **moe_rig.SHARED, "moe_router_load_balancing_type": "aux_loss"},
-        None,
-    ),
+    "permuted": ((*ROUTERS, "moe_preprocess"), {**moe_rig.BIAS, **moe_rig.SHARED, BALANCE: "aux_loss"}, None),
 }
 
 
@@ -374,13 +365,11 @@ def test_frequencies_of_each_token_are_padded_as_packs_are(make: Make) -> None:
     assert {*rig.report_of(trainer)["eager"]} == {"WARMING_UP"}
 
 
-def test_a_pack_of_too_many_tokens_is_an_error(make: Make) -> None:
+def test_a_pack_of_too_many_tokens_and_capacities_of_several_rows_are_errors(make: Make) -> None:
     trainer = make(FEW)
     with pytest.raises(RuntimeError, match=r"one of 65 .*TOO_MANY_TOKENS\); set max_seqlen_per_dp_cp_rank"):
         step(trainer, [Micro(lengths=(40, 25))])
-
-
-def test_capacities_of_several_rows_are_an_error(make: Make) -> None:
+    megagraph.uninstall()
     trainer = make(FEW, Capacity(tokens=32, num_seqs=9, max_seqlen=32))
     with pytest.raises(ValueError, match=r"tokens, got 32, 64; set max_seqlen_per_dp_cp_rank"):
         step(trainer, [Micro(lengths=(9,))])

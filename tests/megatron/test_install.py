@@ -95,9 +95,8 @@ def test_a_second_install_changes_nothing_and_is_refused_if_it_asks_otherwise(mo
     before, installed = _held(), installed_plugin()
     megagraph.install(rig.graph_config())
     megagraph.install()  # whatever is there
-    message = (
-        r"other options \(mode is graph, not eager\): uninstall\(\) first, or under `megagraph run` or MEGA"
-    )
+    remedy = r"uninstall\(\) first, or under `megagraph run` or MEGA"
+    message = rf"other options \(mode is graph, not eager\): {remedy}"
     with pytest.raises(RuntimeError, match=message):
         megagraph.install(rig.graph_config(mode="eager"))
     monkeypatch.setenv("MEGAGRAPH_MODE", "eager")

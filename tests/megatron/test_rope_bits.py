@@ -174,13 +174,10 @@ def test_the_two_meanings_differ() -> None:
 def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning(of_each_token: bool) -> None:
     """Bug: frequencies of each token were taken for a table of positions in each document."""
     longest = 20 if of_each_token else 29
-    steps: Steps = [
-        [
-            rope_rig.Declared(lengths=(9, 20 + index), max_seqlen=longest + index, seed=index),
-            rope_rig.Declared(lengths=(15, 8, 3 + index), max_seqlen=15, seed=50 + index),
-        ]
-        for index in range(5)
-    ]
+    steps: Steps = []
+    for index in range(5):
+        first = rope_rig.Declared(lengths=(9, 20 + index), max_seqlen=longest + index, seed=index)
+        steps.append([first, rope_rig.Declared(lengths=(15, 8, 3 + index), max_seqlen=15, seed=50 + index)])
     prepare = rope_rig.scatter_frequencies if of_each_token else rope_rig.scatter
     _eager, graphed = rope_rig.padded_modes(steps, prepare=prepare)
     goes_on = {"WARMING_UP": rig.LAYERS, GOES_ON: 5 * rig.LAYERS}
@@ -254,12 +251,8 @@ def _handing(pair: rig.Pair, change: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda freqs: freqs.double(),
-        lambda freqs: freqs[..., :8].contiguous(),
-        lambda freqs: freqs.expand(-1, 1, 2, -1),
-        lambda freqs: freqs.clone().requires_grad_(),
-        lambda freqs: (freqs, freqs),
-        lambda freqs: None,
+        *(Tensor.double, lambda freqs: freqs[..., :8].contiguous(), lambda freqs: freqs.expand(-1, 1, 2, -1)),
+        *(lambda freqs: freqs.clone().requires_grad_(), lambda freqs: (freqs, freqs), lambda freqs: None),
     ],
     ids=["another dtype", "fewer angles", "not contiguous", "with a gradient", "a pair", "none"],
 )

@@ -36,11 +36,9 @@ class Layer(nn.Module):
         return self.inner(hidden)
 
 
-def watch_of(
-    *modules: Any, left_out: Any = (), is_expected: Do = lambda _: False, device: Any = "cpu"
-) -> Any:
-    references = [weakref.ref(child) for module in modules for child in module.modules()]
-    return _C.StateWatch(references, weakref.ref(modules[0]), left_out, is_expected, torch.device(device))
+def watch_of(*layers: Any, left_out: Any = (), is_expected: Do = lambda _: False, device: str = "cpu") -> Any:
+    references = [weakref.ref(child) for layer in layers for child in layer.modules()]
+    return _C.StateWatch(references, weakref.ref(layers[0]), left_out, is_expected, torch.device(device))
 
 
 def raises(*_given: Any) -> Any:
@@ -74,13 +72,8 @@ class Slotted:
 @pytest.mark.parametrize(
     ("make", "count"),
     [
-        (lambda _index: object(), 50),
-        (Slotted, 50),
-        (lambda _index: Decimal("0.5"), 1),
-        (Decimal, 50),
-        (lambda _index: np.int64(7), 1),
-        (np.int64, 50),
-        (lambda _index: torch.cuda.streams.Event(), 50),
+        *((lambda _index: object(), 50), (Slotted, 50), (lambda _index: torch.cuda.streams.Event(), 50)),
+        *((lambda _index: Decimal("0.5"), 1), (Decimal, 50), (lambda _index: np.int64(7), 1), (np.int64, 50)),
         # Bug: Python has one hash for each two of these.
         (lambda index: 2**64 if index % 2 else 8, 2),
         (lambda index: complex(-1 - index % 2, -0.0 if index % 4 > 1 else 0.0), 4),
@@ -125,23 +118,17 @@ class Initialization:
     further: list[int] = field(default_factory=list)
 
 
-def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
+def test_what_lies_in_a_dictionary_is_followed_as_long_as_it_is_there() -> None:
+    """Another dictionary, and dataclasses."""
     layer: Any = Layer()
-    layer.table = {"inner": (inner := {"scale": 1.0})}
+    metas = {name: Initialization(function=dict) for name in "ab"}
+    layer.table = {**metas, "inner": (inner := {"scale": 1.0})}
     watch = watch_of(layer)
     before = watch.now(True)
     layer.table["inner"] = {"scale": 1.0}
     assert watch.now(False) == before
     inner["scale"] = 3.0  # nobody's by now
     assert watch.now(False) == before
-
-
-def test_a_dataclass_in_a_dictionary_is_followed_as_long_as_it_is_there() -> None:
-    layer: Any = Layer()
-    metas = {name: Initialization(function=dict) for name in "ab"}
-    layer.table = {**metas}
-    watch = watch_of(layer)
-    before = watch.now(True)
     layer.table["a"] = Initialization(function=dict)
     assert (other := watch.now(True)) != before
     metas["a"].index = 2  # nobody's by now
@@ -224,6 +211,10 @@ def sets(name: str, one: Any, other: Any, owner: Do = lambda it: it) -> tuple[Do
     return lambda it: setattr(owner(it), name, other), lambda it: setattr(owner(it), name, one)
 
 
+def gives(name: str) -> tuple[Do, Do]:
+    return lambda _: setattr(Layer, name, 2.0), lambda _: delattr(Layer, name)
+
+
 def adds(owner: Do) -> tuple[Do, Do]:
     return lambda it: owner(it).append("b"), lambda it: owner(it).pop()
 
@@ -287,14 +278,7 @@ CHANGES: dict[str, tuple[Do, Do, bool]] = {
     **{f"a {kind} of its own": (*hooks(kind, lambda it: it), True) for kind in HOOKS},
     **{f"a {kind} of all": (*hooks(kind, lambda it: TORCHS, "register_module_"), True) for kind in HOOKS},
     "forward of a class above": (*sets("forward", Layer.forward, abs, lambda it: Layer), True),
-    **{
-        f"{name} of a class above": (
-            partial(lambda name, it: setattr(Layer, name, 2.0), name),
-            partial(lambda name, it: delattr(Layer, name), name),
-            True,
-        )
-        for name in ("gain", "__call__")
-    },
+    **{f"{name} of a class above": (*gives(name), True) for name in ("gain", "__call__")},
     # Bug: a registry, or options that all layers share, were read once, whatever came later.
     "a dictionary of a class": (*updates(lambda it: it.flags, "merged", 0, 1), True),
     "an inner dictionary of a class": (*updates(lambda it: it.flags["inner"], "rank", 0, 1), True),

@@ -169,14 +169,12 @@ def test_what_keeps_one_rank_alone_eager_inside_of_a_step_is_an_error_that_names
         trainer.chunk.embedding(tokens[None].to(trainer.device), positions[None].to(trainer.device))
         if how == "skip":  # while its device waits, in its next micro-batch
             (graphs,) = rig.the_plugin().all_graphs()
-            with pytest.raises(
-                RuntimeError, match=r"^rank 1 has to run site 0 of one eager \(why\), and other"
-            ):
+            said = r"^rank 1 has to run site 0 of one eager \(why\), and other"
+            with pytest.raises(RuntimeError, match=said):
                 graphs.peers.run_eager_alike(left + 1, 0, 0, "why")
         return
-    said = (
-        rf"^rank 0 has to run a micro-batch eager \({WHY[how]}\), and other ranks that share the pack do not"
-    )
+    others = "other ranks that share the pack do not"
+    said = rf"^rank 0 has to run a micro-batch eager \({WHY[how]}\), and {others}"
     with soon, pytest.raises(RuntimeError, match=said):
         rig.run_schedule(trainer.model, forward_step, micros, left)
 

@@ -228,8 +228,6 @@ def test_other_dtypes_are_refused_where_torch_would_wait() -> None:
 # -- attention -------------------------------------------------------------------------------------
 
 SCALING = "apply_query_key_layer_scaling"
-
-
 # As Megatron's `AttnMaskType`.
 Mask: Any = enum.Enum("Mask", "padding causal no_mask padding_causal arbitrary causal_bottom_right")
 

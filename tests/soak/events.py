@@ -61,9 +61,7 @@ def event(*reasons: str, **given: Any) -> Callable[[Callable[..., None]], Callab
     return add
 
 
-def step(
-    *reasons: str, how: Sequence[Any] = (None,), **given: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def step(*reasons: str, how: Sequence[Any] = (None,), **given: Any) -> Callable[[Any], Any]:
     """The same of a trainer, its micro-batches and one of several ways; what it leaves is compared. If it is
     an event of some ranks, it is told whether it is one of this rank."""
     given = {"draw": lambda rng: {**packs(rng), "how": rng.choice(how)}, **given}
@@ -148,8 +146,7 @@ def evaluates(trainer: Any, micros: list[rig.Micro], how: None) -> Any:
     return rig.evaluate(trainer, micros)
 
 
-# Not of late gradients, of which those that nobody asks for are added to the next ones; and schedules alone
-# hand stages their rows.
+# Not of late gradients: those that nobody asks for are added to the next. Schedules alone hand stages rows.
 _WITHOUT_SCHEDULE = {"applies": lambda twins: not (twins.has("late gradients") or twins.has("stages"))}
 _SHARED = {"applies": lambda twins: twins.is_shared}
 
@@ -398,9 +395,8 @@ def keeps_an_output_while_captures_are_due(twins: "Twins", seed: int, ranks: Ran
 
 
 # What is noticed at each call.
-AT_EACH_CALL = [
-    name for name in CHANGES if not name.startswith(("class", "frozen", "watched", "hook on", "hook after"))
-]
+LATER = ("class", "frozen", "watched", "hook on", "hook after")
+AT_EACH_CALL = [name for name in CHANGES if not name.startswith(LATER)]
 
 
 @event(

@@ -81,9 +81,7 @@ def _without_others(stage: int) -> Iterator[None]:
     """Inside, schedules run this stage alone, and hand out what it sends the other ones, too."""
     run = rig.run_schedule
 
-    def run_stage(
-        model: Any, forward_step: Any, data: list[rig.Micro], count: int, **options: Any
-    ) -> list[dict[str, Any]]:
+    def run_stage(model: Any, forward_step: Any, data: list[rig.Micro], count: int, **options: Any) -> Any:
         chunk, rows = model, [micro.physical for micro in data]
         while hasattr(chunk, "module"):
             chunk = chunk.module
