@@ -293,8 +293,7 @@ class Pair:
 
     def check_counters(self) -> None:
         counters = self.bank.counters()
-        calls = counters.pop("calls")
-        assert calls == sum(counters.values())
+        assert counters.pop("calls") == sum(counters.values())
 
     def eager_calls(self) -> dict[str, int]:
         """The reasons counted so far, without those that are zero."""

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nesting rule of csrc/bank/replay/slot_ring.h against a model of the pool that a slot's graphs share.
 
-The model captures as megagraph/bank/capture.py does: forwards in order, then backwards in reverse, each pass
-allocating from one pool. A graph replays with the addresses that its capture was given, so the
-capture fixes which units of memory each pass writes and reads; memory is a bit mask of units.
-A backward may leave something to a third pass, captured right behind it.
-
-Behind a site there may be a gap, in which something eager runs: then the next site has an input of its own,
-gradients on both sides go back to the pool with the pass that is captured, and so may an output.
+It captures as megagraph/bank/capture.py does: forwards in order, then backwards in reverse, from one pool.
+That fixes which units of memory each pass of a graph writes and reads, which are bits of masks here. A
+backward may leave something to a third pass, captured right behind it. Behind a site there may be a gap, in
+which something eager runs: then the next site has an input of its own, gradients on both sides go back to the
+pool with the pass that is captured, and so may an output.
 """
 
 import random

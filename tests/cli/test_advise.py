@@ -212,8 +212,7 @@ def test_a_script_runs_so_many_steps_and_its_packs_are_counted(files: Files, cap
 @pytest.mark.megatron
 def test_people_read_a_table_to_paste_and_a_verdict_last(files: Files, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(files.script(ENDLESS, "a_job.py").parent)
-    command = ["advise", "--steps", "24", "--config", str(files.toml()), "-m", "a_job", "60", "pass"]
-    assert main(command) == 0
+    assert main(["advise", "--steps", "24", "--config", str(files.toml()), "-m", "a_job", "60", "pass"]) == 0
     lines = capsys.readouterr().out.splitlines()
     path = files.folder / "advised.toml"
     path.write_text("\n".join(lines[lines.index("[megagraph]") : -2]))
@@ -227,8 +226,7 @@ def test_a_script_that_ends_gets_what_is_known_and_without_graphs_to_leave_them_
     document = run(files, 3, "pass")
     assert document["pays"] is False and document["choices"] == []
     assert document["verdict"].startswith("leave it off: nothing replayed: no GPTModel or HybridModel")
-    refused = ENDLESS.replace("Trainer(shape)", "Trainer(shape, config={'qk_clip': True})")
-    document = run(files, 3, refused)
+    document = run(files, 3, ENDLESS.replace("Trainer(shape)", "Trainer(shape, config={'qk_clip': True})"))
     assert document["pays"] is False and "SCOPE_UNSUPPORTED" in document["verdict"]
     document = run(files, 0, ENDLESS, steps="5")
     assert document["pays"] is None and document["times"] is None

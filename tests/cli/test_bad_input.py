@@ -57,7 +57,6 @@ doctor --report gone.json -> --report: expected the file of a report, gone.json 
 doctor --report list.json -> list.json: expected an object with a list 'models'
 doctor --report report.json script.py -> --report: expected this or a script, got both: script.py
 doctor --json script.py -> --json: expected a file for the JSON, got script.py; for none write --json -
-doctor --json folder -> --json: expected a file, folder is a folder
 doctor --json text.txt script.py -> --json: expected a new file or one of JSON, got text.txt
 doctor --set mode=fast -> --set: mode: expected one of graph, eager, off, got 'fast'
 doctor -m -> -m: expected a module
@@ -88,7 +87,6 @@ VERIFY=0 -> MEGAGRAPH_VERIFY: expected capture, off or an integer of at least 1,
 TOML = """
 report = 1979-05-27 -> report: expected a path, got datetime.date(1979, 5, 27)
 cuda_graph_scope = "full_iteration" -> cuda_graph_scope: expected none (whole layers), or of attn,
-report = "folder" -> report: expected a file, folder is a folder
 """
 PYTHON = """
 GraphConfig(cuda_graph_scope="lm_head") -> cuda_graph_scope: expected none (whole layers), or of attn,

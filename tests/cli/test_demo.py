@@ -163,8 +163,7 @@ def test_a_bit_of_a_gradient_is_named_alone(demo: Any, second_trainer: Any, text
         def flipped(packs: list[Pack]) -> list[torch.Tensor]:
             losses = forward_backward(packs)
             if next(calls, None) == STEPS - 1:  # on a GPU, timed steps follow
-                grad = dict(trainer.named_main_grads())[name]
-                grad.view(torch.int32)[-1, -1] ^= 1
+                dict(trainer.named_main_grads())[name].view(torch.int32)[-1, -1] ^= 1
             return losses
 
         trainer.forward_backward = flipped

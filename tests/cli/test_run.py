@@ -123,8 +123,7 @@ def test_a_script_may_install_with_the_options_that_its_command_was_given(files:
     given, out = files.toml(report=files.folder / "its-own.json"), files.folder / "out.json"
     installs = f"import megagraph\nmegagraph.install({str(given)!r})\n"
     path = files.script(installs + TRAINING.replace("range(60)", "range(600)"))
-    words = *command.split(), "--config", given, "--json", out, path, "40", "pass"
-    assert main([*map(str, words)]) == 0
+    assert main([*command.split(), *map(str, ("--config", given, "--json", out, path, "40", "pass"))]) == 0
     assert json.loads(out.read_text())["verdict"] and not (files.folder / "its-own.json").exists()
 
 

@@ -90,18 +90,11 @@ def at_borders(size: int) -> list[SharedMicro]:
 # -- models of each kind of layer ---------------------------------------------------------------------
 
 # Of experts as larger models have them.
-MANY_KINDS = {
-    "moe_shared_expert_intermediate_size": 48,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-}
+MANY_KINDS = {"moe_shared_expert_intermediate_size": 48, "moe_router_enable_expert_bias": True}
+MANY_KINDS |= {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "seq_aux_loss"}
 ROUTERS = {"cuda_graph_modules": ("attn", "moe_router")}
-CAPACITY_OF_RANK: dict[str, Any] = {
-    "capacities": (),
-    "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
-    "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,),
-}
+CAPACITY_OF_RANK: dict[str, Any] = {"capacities": (), "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens}
+CAPACITY_OF_RANK["cuda_graph_max_packed_seqs"] = (rig.CAPACITY.num_seqs,)
 EMPTY_DUMMY = {"tail": "empty-dummy", "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs + 1,)}
 # Of engines: arguments of `make_trainer()`, options of the plugin, fields of Megatron's config.
 OF_ENGINE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -215,8 +208,7 @@ def beside_one_process(
         (mine - other[micro.mine()]).abs().max() / other.abs().max()
         for mine, other, micro in zip(losses, losses_alone, micros, strict=True)
     ]
-    of_metrics = how_far(metrics, alone[1]) if metrics else -1
-    return float(max(far_losses)), how_far(grads, alone[0]), of_metrics
+    return float(max(far_losses)), how_far(grads, alone[0]), how_far(metrics, alone[1]) if metrics else -1
 
 
 # -- packs of two ranks, and of one ---------------------------------------------------------------------

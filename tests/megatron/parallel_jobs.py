@@ -13,7 +13,7 @@ import megatron_rig as rig
 import torch
 from host_rig import Offload
 from moe_rig import ExpertTrainer
-from notes import precision
+from notes import precision, told
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
 from torch import distributed
@@ -103,11 +103,9 @@ def hearing(level: int) -> Iterator[list[str]]:
     said: list[str] = []
     handler, logger = logging.Handler(level), logging.getLogger("megagraph")
     handler.emit = lambda record: said.append(record.getMessage())
-    before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(level)
-    yield said
-    logger.setLevel(before)
+    with told(logger.setLevel, level, logger.level):
+        yield said
     logger.removeHandler(handler)
 
 

@@ -132,8 +132,7 @@ def _shared(micro: rig.Micro, ranks: int) -> SharedMicro:
         rows = FULL * ranks
         return SharedMicro(lengths=(rows - 1,), padded=(rows,), seed=micro.seed)
     documents = len(micro.lengths) if len(micro.lengths) <= rig.CAPACITY.num_seqs else 1
-    unit = 2 * ranks
-    padded = tuple(unit * (1 + (micro.seed + place) % 3) for place in range(documents))
+    padded = tuple(2 * ranks * (1 + (micro.seed + place) % 3) for place in range(documents))
     return SharedMicro(lengths=tuple(each - 1 for each in padded), padded=padded, seed=micro.seed)
 
 

@@ -326,11 +326,8 @@ def make(install: rig.Install, experts: None, monkeypatch: Any) -> Make:
 def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
     """Calls a model so that no graph can take it, or hands its block what it has not made."""
     no_mask = torch.zeros(1, micro.physical, device=trainer.device)
-    changes: dict[str, dict[str, Any]] = {
-        "no pack": {"packed_seq_params": None},
-        "block arguments": {"extra_block_kwargs": {}},
-        "padding mask": {"padding_mask": no_mask},
-    }
+    changes: Any = {"no pack": {"packed_seq_params": None}, "block arguments": {"extra_block_kwargs": {}}}
+    changes["padding mask"] = {"padding_mask": no_mask}
 
     def inside(kwargs: dict[str, Any]) -> dict[str, Any]:
         rows, dim = kwargs["hidden_states"].size(0), kwargs["rotary_pos_emb"].size(-1)

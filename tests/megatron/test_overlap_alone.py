@@ -68,8 +68,7 @@ def test_rows_that_were_dispatched_give_their_memory_back() -> None:
     chunk: Any = overlap_rig.OverlapTrainer(overlaps=True).chunk
     for named, transient in ((), [0, 1]), (["moe_preprocess"], []):
         chunk.config.cuda_graph_modules = named
-        plan = BlockPlan(chunk.decoder, PERMUTES)
-        assert [[*spec.transient] for spec in plan.specs] == [transient] * CALLS
+        assert [[*spec.transient] for spec in BlockPlan(chunk.decoder, PERMUTES).specs] == [transient] * CALLS
 
 
 def sooner(trainer: Any, _index: int) -> contextlib.AbstractContextManager[Any]:
@@ -120,8 +119,7 @@ def test_dense_layers_follow_attention(scopes: tuple[str, ...]) -> None:
 
 def test_packs_below_their_capacity_have_its_bits() -> None:
     steps = steps_of(STEPS, fills=False)
-    alone = [train(steps, None, overlaps=overlaps) for overlaps in (False, True)]
-    assert_same_bits(*alone)
+    assert_same_bits(*[train(steps, None, overlaps=overlaps) for overlaps in (False, True)])
     assert_same_bits(*(train(steps, mode) for mode in ("eager", "graph")))
 
 

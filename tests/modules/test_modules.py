@@ -306,8 +306,7 @@ def test_what_a_call_may_not_ask_for_is_refused() -> None:
 )
 def test_if_packs_say_who_shares_them_the_config_says_how(of_config: Any, layer: int, expected: str) -> None:
     """Megatron hands layers no `cp_comm_type` where context_parallel_size is 1."""
-    module = attention(config=options(cp_comm_type=of_config), layer_number=layer)
-    assert module.cp_comm_type == expected
+    assert attention(config=options(cp_comm_type=of_config), layer_number=layer).cp_comm_type == expected
 
 
 def test_a_way_to_share_that_it_lacks_is_refused_when_a_pack_is_shared() -> None:

@@ -255,8 +255,7 @@ def test_bits_of_fused_kernels(fused_kernels: Any, shape: Shape, dtype: torch.dt
     for seed, lengths in enumerate(([40, 8, 120, 64], [1024], [8] * 17, [16, 0, 240, 0])):
         torch.manual_seed(seed)
         rows = sum(lengths) // cp_size
-        freqs = frequencies(1100, rotary, "mla_interleaved", "cuda")
-        cos, sin = tables(freqs, dtype, MSCALE)
+        cos, sin = tables(frequencies(1100, rotary, "mla_interleaved", "cuda"), dtype, MSCALE)
         cu_seqlens = offsets(lengths, "cuda")
         for cp_rank in range(cp_size):
             all_rows = inputs(shape, rows, dtype, "cuda")
@@ -366,8 +365,7 @@ def test_tables_are_made_once_for_each_frequencies_dtype_and_mscale() -> None:
 
 
 def test_views_of_frequencies_share_tables_by_their_place() -> None:
-    """Bug: multi-latent attention cuts its table to the rows of its pack in each call, and each such view got
-    tables of its own, which a capture made inside of its graph."""
+    """Bug: each view that multi-latent attention cuts for its pack got its own, made inside of a graph."""
     tables, freqs = RotaryTables(), frequencies()
     made = tables.tables(freqs, torch.float32, 1.0)
     assert tables.tables(freqs[0:32], torch.float32, 1.0)[0] is made[0]

@@ -220,14 +220,10 @@ def test_schedules_of_few_documents_are_close_to_the_best_ones() -> None:
         ranks = draw.choice([1, 2, 3, 4, 4, 4])
         sizes = draw.choice([sizes for sizes in SIZES if ranks % sizes[-1] == 0])
         tokens = draw.choice([8, 64, 100, 1000])
-        limits = ScheduleLimits(
-            ranks=ranks,
-            cp_sizes=sizes,
-            max_seqlen_per_dp_cp_rank=tokens,
-            max_packed_seqs=draw.choice([1, 2, 3, 8]),
-            attention_parity=draw.choice([tokens // 4, tokens * 2, tokens * 20]),
-            exchange=draw.choice([0, 0.05, 0.3]),
-        )
+        limits = USUAL.replace(ranks=ranks, cp_sizes=sizes, max_seqlen_per_dp_cp_rank=tokens)
+        limits = limits.replace(max_packed_seqs=draw.choice([1, 2, 3, 8]))
+        parity = draw.choice([tokens // 4, tokens * 2, tokens * 20])
+        limits = limits.replace(attention_parity=parity, exchange=draw.choice([0, 0.05, 0.3]))
         lengths = [
             min(tokens * sizes[-1], max(1, int(draw.lognormvariate(0, 1.2) * tokens * scale)))
             for scale in draw.choices([0.1, 0.3, 0.6], k=draw.randint(1, 8))

@@ -37,8 +37,7 @@ def _noted(tensors: list[Any], _op: Any) -> Any:
 def of_each_rank(*, scenario: str) -> Outcome:
     """Raises what has failed, so that nobody waits for this rank."""
     found = Scenario.from_json(scenario)
-    sizes = {name: size for name, size in LAYOUTS[found.layout].items() if name.endswith("_size")}
-    make_groups(**sizes)
+    make_groups(**{name: size for name, size in LAYOUTS[found.layout].items() if name.endswith("_size")})
     # Ranks come late, by chance, when they ask each other.
     rng = Random(found.seed + distributed.get_rank())
     asks, groups = HostGroup.max_over_ranks, peers._gloo_group

@@ -41,14 +41,11 @@ def draw(seed: int, num_events: int, ranks: int = 1) -> Scenario:
     names = [name for name, it in EVENTS.items() if ranks == 1 or it.of_ranks]
     chosen = rng.choices(names, [EVENTS[name].weight for name in names], k=num_events)
     layouts = sorted(KINDS[kind].layouts)
-    return Scenario(
-        seed=seed,
-        kind=kind,
-        scopes=rng.choice(KINDS[kind].scopes),
-        plugin=draw_plugin(rng),
-        events=tuple((name, EVENTS[name].draw(rng)) for name in chosen),
-        layout=rng.choices(layouts, [1 + 2 * (it in SHARES_PACKS) for it in layouts])[0] if ranks > 1 else "",
-    )
+    weights = [1 + 2 * (it in SHARES_PACKS) for it in layouts]
+    given: dict[str, Any] = {"scopes": rng.choice(KINDS[kind].scopes), "plugin": draw_plugin(rng)}
+    given["events"] = tuple((name, EVENTS[name].draw(rng)) for name in chosen)
+    given["layout"] = rng.choices(layouts, weights)[0] if ranks > 1 else ""
+    return Scenario(seed=seed, kind=kind, **given)
 
 
 # -- what fails ----------------------------------------------------------------------------------------

@@ -242,8 +242,7 @@ class Twins:
         return self.pairs[0].both if self.is_of(ranks) else ()
 
     def each(self, work: Callable[[Trainer], Any], model: int = 0, *, is_alone: bool = False) -> None:
-        """The same work on both, on the first without graphs, which must leave the same. `is_alone`:
-        something happens to one rank inside of the step."""
+        """The same work on both leaves the same. `is_alone`: something happens to one rank inside of it."""
         was_alone, self._is_alone = self._is_alone, is_alone
         pair = self.pairs[model if model < len(self.pairs) else 0]
         self._seed += 1
