@@ -260,11 +260,13 @@ def text(number: int, length: int) -> dict[str, Tensor]:
     return {name: rows.to(device()) for name, rows in found.items()}
 
 
-def documents_of(step: int, of_ranks: Sequence[Sequence[int]]) -> list[list[dict[str, Tensor]]]:
-    """Of these lengths, by rank."""
+def documents_of(lengths: Sequence[Sequence[Sequence[int]]]) -> list[list[list[dict[str, Tensor]]]]:
     return [
-        [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
-        for rank, own in enumerate(of_ranks)
+        [
+            [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
+            for rank, own in enumerate(of_ranks)
+        ]
+        for step, of_ranks in enumerate(lengths)
     ]
 
 
@@ -325,7 +327,7 @@ def train_scheduled(
     groups = megagraph.context_groups(cp_sizes)
     most = {"max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens, "max_packed_seqs": rig.CAPACITY.num_seqs}
     limits = ScheduleLimits(ranks=groups.num_ranks, cp_sizes=cp_sizes, **most)
-    documents = [documents_of(*step) for step in enumerate(lengths)]
+    documents = documents_of(lengths)
     config = {"calculate_per_token_loss": True, **options}
     make: Callable[..., Trainer] = partial(make_trainer, config=config, **(model or {}))
     is_whole = has_reference and static == experts == 1

@@ -274,6 +274,7 @@ def swift_pack(micro: rig.Micro, device: Any) -> Any:
 
 # -- calls: from a pack to a value for each token --------------------------------------------------
 
+Call = Callable[[Any, rig.Micro, Any], Tensor]  # of a model, a micro-batch and its pack
 Values = Callable[[Any, Any], Tensor]  # of a model, and a micro-batch or what begins with one
 
 
@@ -416,7 +417,7 @@ class Host:
 
     trainer: Trainer  # of the policy
     pack: Callable[[rig.Micro, Any], Any]  # makes the pack of a micro-batch
-    call: Callable[[Any, rig.Micro, Any], Tensor]  # of a model, a micro-batch and its pack
+    call: Call  # calls the model on it
     schedule: dict[str, Any]  # further arguments of the schedule
     reference: Any  # is asked for every micro-batch of a step, too, if it is there
     offload: Offload | None  # weights and gradients are away between the phases
