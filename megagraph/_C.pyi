@@ -355,22 +355,24 @@ class PoolLoan(metaclass=_pybind11_type):
 class PassMemory(metaclass=_pybind11_type):
     """CUDA builds only: what a pass allocates, once it was captured, and what of it is gone at its end."""
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of what is kept, as far as it lies in blocks of its own."""
+class SlotMemory(metaclass=_pybind11_type):
+    """CUDA builds only: what all passes of a slot allocate."""
 
     @property
-    def given_back_bytes(self) -> int:
-        """Of what is gone before the next pass, likewise."""
+    def is_known(self) -> bool: ...
+    def of(self, site: int, number: int) -> PassMemory:
+        """Of a site's forward, its backward, or what finishes that."""
+
+    def needs(self, own: int, lent: int, kept_in: Sequence[int], scratch: int) -> dict[int, int]:
+        """Bytes of each pool, by number; of `kept_in` by site."""
 
 def reserve(device_index: int, pool: tuple[int, int], num_bytes: int) -> None:
     """CUDA builds only: has a pool hold one free block of so many bytes for the current stream, at least."""
 
 def capture_work(
-    pool: tuple[int, int],
+    pools: Sequence[tuple[int, int]],  # its own, the one that is lent, the one in which it frees
     generators: Sequence[torch.Generator],
     scratch: PoolHold | None,
-    lent: tuple[int, int],
     memory: PassMemory | None,
     body: Callable[[], None],
     give_back: Callable[[], None],
@@ -848,8 +850,12 @@ class Dispatcher(metaclass=_pybind11_type):
         self, by_cp_size: Mapping[int, Sequence[Capacity]], of_evaluations: bool = False
     ) -> None: ...
     @property
+    def has_capacities(self) -> bool:
+        """False while they are to be learned."""
+
+    @property
     def by_cp_size(self) -> dict[int, list[Capacity]]:
-        """Capacities by the ranks that share packs, smallest first; empty while they are to be learned."""
+        """Capacities by the ranks that share packs, smallest first."""
 
     def set_groups(self, by_cp_size: dict[int, Any]) -> None: ...
     def use(
@@ -1045,5 +1051,6 @@ def foreign_hook(module: torch.nn.Module | None, is_expected_hook: Callable[[Any
 
 def numeric_settings(device: torch.device) -> int: ...
 def take_note(device_index: int, pool: tuple[int, int]) -> PoolNote: ...
+def held_bytes(pool: tuple[int, int]) -> int: ...
 def taken_bytes(pool: tuple[int, int]) -> int: ...
 def capture_stream(device_index: int) -> int: ...

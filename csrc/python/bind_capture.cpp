@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Captures, and what is swapped and watched meanwhile.
 
+#include <array>
 #include <map>
 #include <set>
 #include <tuple>
@@ -116,30 +117,29 @@ void bind_cuda(py::module_& m) {
   py::class_<PoolHold, std::shared_ptr<PoolHold>>(m, "PoolHold")
       .def(py::init<c10::DeviceIndex, c10::MempoolId_t>(), py::arg("device_index"), py::arg("pool"))
       .def_property_readonly("pool", &PoolHold::pool);
-  py::class_<PassMemory, std::shared_ptr<PassMemory>>(m, "PassMemory")
+  py::class_<PassMemory, std::shared_ptr<PassMemory>>(m, "PassMemory").def(py::init<>());
+  py::class_<SlotMemory, std::shared_ptr<SlotMemory>>(m, "SlotMemory")
       .def(py::init<>())
-      .def_property_readonly(
-          "kept_bytes",
-          [](const PassMemory& memory) { return memory.bytes_of(PassMemory::Kind::kKept); })
-      .def_property_readonly("given_back_bytes", [](const PassMemory& memory) {
-        return memory.bytes_of(PassMemory::Kind::kGivenBack);
-      });
+      .def_property_readonly("is_known", &SlotMemory::is_known)
+      .def("of", &SlotMemory::of, py::arg("site"), py::arg("number"))
+      .def("needs", &SlotMemory::needs, py::arg("own"), py::arg("lent"), py::arg("kept_in"),
+           py::arg("scratch"));
   m.def("reserve", &reserve, py::arg("device_index"), py::arg("pool"), py::arg("num_bytes"));
   m.def(
       "capture_work",
-      [](c10::MempoolId_t pool, const std::vector<at::Generator>& generators,
-         std::shared_ptr<PoolHold> scratch, c10::MempoolId_t lent,
-         std::shared_ptr<PassMemory> memory, const std::function<void()>& body,
-         const std::function<void()>& give_back) {
-        return ExecutableHandle{capture_work(pool, generators, std::move(scratch), lent,
+      [](const std::array<c10::MempoolId_t, 3>& pools, const std::vector<at::Generator>& generators,
+         std::shared_ptr<PoolHold> scratch, std::shared_ptr<PassMemory> memory,
+         const std::function<void()>& body, const std::function<void()>& give_back) {
+        const auto& [own, lent, freed] = pools;
+        return ExecutableHandle{capture_work({own, lent, freed}, generators, std::move(scratch),
                                              std::move(memory), body, give_back)};
       },
-      py::arg("pool"), py::arg("generators"), py::arg("scratch"), py::arg("lent"),
-      py::arg("memory"), py::arg("body"), py::arg("give_back"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("pools"), py::arg("generators"), py::arg("scratch"), py::arg("memory"),
+      py::arg("body"), py::arg("give_back"), py::call_guard<py::gil_scoped_release>());
   m.def("capture_stream", &capture_stream, py::arg("device_index"));
   py::class_<PoolNote>(m, "PoolNote");
   m.def("take_note", &take_note, py::arg("device_index"), py::arg("pool"));
+  m.def("held_bytes", &held_bytes, py::arg("pool"));
   m.def("taken_bytes", &taken_bytes, py::arg("pool"));
   py::class_<PoolLoan>(m, "PoolLoan")
       .def(py::init<c10::DeviceIndex, c10::MempoolId_t, const PoolNote&>(), py::arg("device_index"),

@@ -16,6 +16,10 @@ namespace {
 
 at::HostAllocator* host_allocator() { return at::getHostAllocator(at::kCUDA); }
 
+auto segments_of(c10::MempoolId_t pool) {
+  return allocator::snapshot(pool, /*include_traces=*/false).segments;
+}
+
 }  // namespace
 
 PoolHold::PoolHold(c10::DeviceIndex device, c10::MempoolId_t pool) : device_(device), pool_(pool) {
@@ -44,11 +48,15 @@ PoolNote take_note(c10::DeviceIndex device, c10::MempoolId_t pool) {
   return {allocator::getCheckpointState(device, pool)};
 }
 
+size_t held_bytes(c10::MempoolId_t pool) {
+  size_t bytes = 0;
+  for (const auto& segment : segments_of(pool)) bytes += segment.total_size;
+  return bytes;
+}
+
 size_t taken_bytes(c10::MempoolId_t pool) {
   size_t bytes = 0;
-  for (const auto& segment : allocator::snapshot(pool, /*include_traces=*/false).segments) {
-    bytes += segment.active_size;
-  }
+  for (const auto& segment : segments_of(pool)) bytes += segment.active_size;
   return bytes;
 }
 

@@ -51,7 +51,10 @@ struct PoolNote {
 
 PoolNote take_note(c10::DeviceIndex device, c10::MempoolId_t pool);
 
-// Bytes of a pool that somebody holds, or that another stream may still read.
+// Bytes of all segments of a pool, and of what somebody holds there or another stream may still
+// read. Not to be asked by torch.cuda.memory_snapshot(pool), which drops references that are not
+// its own (pytorch#196366).
+size_t held_bytes(c10::MempoolId_t pool);
 size_t taken_bytes(c10::MempoolId_t pool);
 
 class PoolLoan {

@@ -9,20 +9,21 @@ from __future__ import annotations  # a CPU-only build has no PoolHold
 import contextlib
 import gc
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 
 from megagraph import _C
 
-__all__ = ["Backend", "CudaBackend", "KeptMemoryError", "Lent", "PassMemories", "backend_for"]
+__all__ = ["SCRATCH", "Backend", "CudaBackend", "KeptMemoryError", "Lent", "backend_for"]
 
 Generators = Callable[[], Sequence[torch.Generator]]
 Work = Callable[[], None]
-# Of each pass, by a name: what it allocates (`_C.PassMemory`); one that is asked for is made.
-PassMemories: TypeAlias = Mapping[Hashable, Any]
+# Of a pass: its own pool, that of what is gone by `give_back`, that in which it frees what its forward kept.
+PassPools: TypeAlias = tuple[int, int, int]
+SCRATCH = -1  # the pool that slots share
 # Entered around work on the backend's stream that is to get memory of a pool.
 Lent = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -50,19 +51,19 @@ class Backend:
         """The stream on which everything of a warm-up and a capture happens."""
         return contextlib.nullcontext()
 
-    def learning(self) -> contextlib.AbstractContextManager[tuple[int, PassMemories] | None]:
+    def learning(self) -> contextlib.AbstractContextManager[tuple[int, _C.SlotMemory] | None]:
         """A pool for one capture of a variant, given back afterwards, and what it learns; or None."""
         return contextlib.nullcontext()
 
     def reserve(self, pool: int, num_bytes: int) -> None:
-        """Before its first pass: has a pool hold so many bytes in one block."""
+        """Has a pool hold a block of so many bytes, before its first pass; `SCRATCH` if it holds none."""
 
     def record(
-        self, pool: int, body: Work, memory: _C.PassMemory | None, give_back: Work, lent: int
+        self, pools: PassPools, body: Work, memory: _C.PassMemory | None, give_back: Work
     ) -> _C.Executable:
         """Records `body` into a pool; of the pass's `memory` slots share what is temporary.
 
-        Then calls `give_back`. What is gone by then comes from the pool `lent`, if that is another one.
+        Then calls `give_back`.
         """
         body()
         give_back()
@@ -129,13 +130,13 @@ class CudaBackend(Backend):
         return [_C.PoolHold(self.device.index, pool) for pool in pools]
 
     @contextlib.contextmanager
-    def learning(self) -> Iterator[tuple[int, PassMemories] | None]:
+    def learning(self) -> Iterator[tuple[int, _C.SlotMemory] | None]:
         if self._scratch is None:
             yield None
             return
         holds = self.add_pools(1)
         try:
-            yield len(self._pools) - 1, defaultdict(_C.PassMemory)
+            yield len(self._pools) - 1, _C.SlotMemory()
         finally:
             self._pools.pop()
             holds.clear()
@@ -152,14 +153,16 @@ class CudaBackend(Backend):
             caller.wait_stream(self._stream)
 
     def reserve(self, pool: int, num_bytes: int) -> None:
-        _C.reserve(self.device.index, self._pools[pool], num_bytes)
+        if pool != SCRATCH:
+            _C.reserve(self.device.index, self._pools[pool], num_bytes)
+        elif self._scratch is not None and not _C.held_bytes(self._scratch.pool):
+            _C.reserve(self.device.index, self._scratch.pool, num_bytes)
 
     def record(
-        self, pool: int, body: Work, memory: _C.PassMemory | None, give_back: Work, lent: int
+        self, pools: PassPools, body: Work, memory: _C.PassMemory | None, give_back: Work
     ) -> _C.Executable:
-        scratch = None if memory is None else self._scratch
-        given, other = self._pools[pool], self._pools[lent]
-        return _C.capture_work(given, self._generators(), scratch, other, memory, body, give_back)
+        scratch, of = None if memory is None else self._scratch, [self._pools[at] for at in pools]
+        return _C.capture_work(of, self._generators(), scratch, memory, body, give_back)
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:
         # Of several slots none has room for what is temporary, and what they share has none for the rest: in
@@ -192,12 +195,9 @@ class CudaBackend(Backend):
         torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
-        held: Counter[tuple[int, int]] = Counter()
-        for segment in torch.cuda.memory_snapshot():
-            held[tuple(segment["segment_pool_id"])] += segment["total_size"]
         users = len(self._sharing[self.device.index])
-        shared = 0 if self._scratch is None else held[self._scratch.pool] // users
-        return shared + sum(held[pool] for pool in self._pools)
+        shared = 0 if self._scratch is None else _C.held_bytes(self._scratch.pool) // users
+        return shared + sum(map(_C.held_bytes, self._pools))
 
 
 def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:

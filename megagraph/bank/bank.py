@@ -5,6 +5,8 @@ Generic: `nn.Module`s that map one tensor to one tensor of as many rows, one aft
 of Megatron, of packs, or of when to capture.
 """
 
+from __future__ import annotations  # a CPU-only build has no SlotMemory
+
 import contextlib
 import gc
 import itertools
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.backends import PassMemories, backend_for
+from megagraph.bank.backends import backend_for
 from megagraph.bank.capture import BankOptions, CapturePlan
 from megagraph.bank.restore import main_grad_of, written_by
 from megagraph.bank.rng import RngSources
@@ -48,7 +50,7 @@ class Bank(_C.GraphBank):
         *,
         num_slots: int = 1,
         options: BankOptions = _DEFAULT,
-        former: "Bank | None" = None,
+        former: Bank | None = None,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -192,27 +194,27 @@ class Bank(_C.GraphBank):
     def _learn_memory(self, variant: CapturedVariant) -> None:
         """Captures a variant once, and drops it, to see what each pass allocates. Not of a single slot."""
 
-        def attempt() -> PassMemories | None:
+        def attempt() -> _C.SlotMemory | None:
             with self.backend.learning() as given:
                 if given is None:
                     return None
-                pool, memories = given
-                self._plan(variant, 0).capture(memories, pool, [pool] * len(self.specs), pool)
-            return memories
+                pool, memory = given
+                self._plan(variant, 0).capture(memory, pool, [pool] * len(self.specs), pool)
+            return memory
 
-        variant.memories = self._without_failing(attempt)
+        variant.memory = self._without_failing(attempt)
 
     def _capture_one(self, variant: CapturedVariant) -> None:
         def attempt() -> Sequence[Mapping[int, _C.SiteGraph]]:
-            memories, back = variant.memories, self._given_back
+            memory, back = variant.memory, self._given_back
             return [
-                self._plan(variant, slot).capture(memories, slot, self._kept_in[slot], back[slot])
+                self._plan(variant, slot).capture(memory, slot, self._kept_in[slot], back[slot])
                 for slot in range(self.num_slots)
             ]
 
         # Other sites hand on other tensors.
         by_slot = self._without_failing(attempt, again=lambda: self._learn_memory(variant))
-        variant.memories = None
+        variant.memory = None
         if by_slot is None:
             self.eager_variants[variant.spec.key] = self.eager_sites[0]
         else:

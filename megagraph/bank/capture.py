@@ -20,12 +20,13 @@ What one of the ranks that share communicators cannot capture, none does. No pro
 whoever makes a bank hands over `max_over_ranks`.
 """
 
+from __future__ import annotations  # a CPU-only build has no SlotMemory
+
 import contextlib
 import functools
 import gc
 import pathlib
 import traceback
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
-from megagraph.bank.backends import Backend, PassMemories
+from megagraph.bank.backends import SCRATCH, Backend
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, written_by
 from megagraph.bank.rng import HostStreams, RngSources, Snapshot, TrackerSource, no_tracker, rewinds_of
 from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, as_tuple
@@ -61,7 +62,8 @@ class GroupGaveUp(RuntimeError):
         super().__init__("another rank of the group gave this up")
 
 
-_FORWARD, _BACKWARD, _REST = "forward", "backward", "rest of the backward"
+_FORWARD, _BACKWARD, _REST = range(3)  # the passes of a site
+_NAMES = "forward", "backward", "rest of the backward"
 _STEP = 512  # bytes, in which torch's allocator counts
 _OURS = str(pathlib.Path(__file__).parent.parent), contextlib.__file__
 
@@ -355,38 +357,24 @@ class CapturePlan:
         raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
 
     def capture(
-        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int], given_back: int
+        self, memory: _C.SlotMemory | None, pool: int, kept_in: Sequence[int], given_back: int
     ) -> dict[int, _C.SiteGraph]:
         """Captures as Note [Capture plan] says, after the warm-up, into a pool, but forwards into `kept_in`.
 
-        `memories` is what each pass allocates, learned or to be learned; None where slots share nothing.
+        `memory` is what each pass allocates, learned or to be learned; None where slots share nothing.
         `kept_in` are pools by site; from the pool `given_back` comes what passes hand over to something
         eager, or are handed.
         After a `CaptureError`, which names the site, the op and the line, everything has been undone.
         """
         sites, runs = [*self._sites.values()], self._backend.runs_while_recording
         with self._traced(), leaves_no_trace(sites, work_runs=runs, left_out=self._options.left_out):
-            return self._record(memories, pool, kept_in, given_back)
+            return self._record(memory, pool, kept_in, given_back)
 
     def _record(
-        self, memories: PassMemories | None, pool: int, kept_in: Sequence[int], given_back: int
+        self, memory: _C.SlotMemory | None, pool: int, kept_in: Sequence[int], given_back: int
     ) -> dict[int, _C.SiteGraph]:
-        if memories:  # learned by now; later backwards find room where the first one's site had its memory
-            needs = Counter[int]()
-            for index in self._sites:
-                behind = Counter[int]()
-                for phase in (_BACKWARD, _REST):
-                    behind[pool] += memories[index, phase].kept_bytes
-                    behind[given_back] += memories[index, phase].given_back_bytes
-                needs |= behind
-            for index in self._sites:
-                forward = memories[index, _FORWARD]
-                needs[kept_in[index]] += forward.kept_bytes
-                if kept_in[index] == given_back:
-                    needs[given_back] += forward.given_back_bytes
-                else:  # gradients lie there later
-                    needs[given_back] = max(needs[given_back], forward.given_back_bytes)
-            for at, num_bytes in needs.items():
+        if memory is not None and memory.is_known:
+            for at, num_bytes in memory.needs(pool, given_back, kept_in, SCRATCH).items():
                 self._backend.reserve(at, num_bytes)
         edges = self._edges
         swaps = {index: swap_of(site, self._training) for index, site in self._sites.items()}
@@ -395,12 +383,13 @@ class CapturePlan:
             passes.append((index, _BACKWARD, pool, self._backward, edges.give_back_gradients))
             if self._sites[index].finish is not None:
                 passes.append((index, _REST, pool, self._finish, lambda site: None))
-        captured: dict[tuple[int, str], _C.Executable] = {}
+        captured: dict[tuple[int, int], _C.Executable] = {}
         for index, phase, at, run, give_back in passes:
-            memory = None if memories is None else memories[index, phase]
             body, done = functools.partial(run, index, swaps[index]), functools.partial(give_back, index)
-            with self._named(index, f"capture of the {phase}"):
-                captured[index, phase] = self._backend.record(at, body, memory, done, given_back)
+            with self._named(index, f"capture of the {_NAMES[phase]}"):
+                of_pass = None if memory is None else memory.of(index, phase)
+                pools = (at, given_back, kept_in[index])
+                captured[index, phase] = self._backend.record(pools, body, of_pass, done)
                 self._notes[index] = self._backend.note(pool)
         edges.disown()
         return {

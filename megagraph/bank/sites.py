@@ -241,7 +241,7 @@ class CapturedVariant:
         self.reads: dict[int, _C.ReadTrace] = {}  # what it reads that nobody has given it
         self.kept_bytes: dict[int, int] = {}  # from its forward to its backward
         # What each pass allocates, while the variant is captured; None where slots share nothing.
-        self.memories: Mapping[Any, Any] | None = None
+        self.memory: _C.SlotMemory | None = None
         self.sites: Collection[int] = ()  # that have graphs, by index
         self.num_graphs = 0  # forwards and backwards, in every slot
         # By slot, which memory of its pool was taken when the last pass of a site was captured.

@@ -19,7 +19,7 @@ from test_verify import Baked, captured, captures, example
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.backends import CudaBackend, KeptMemoryError
+from megagraph.bank.backends import SCRATCH, CudaBackend, KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions
 from megagraph.bank.verify import Example, Verification, verify
@@ -117,30 +117,71 @@ def test_what_reads_results_on_another_stream_is_waited_for() -> None:
     check_on_streams(Wide(), 3, reads_late, poison=False)
 
 
+def ones(megabytes: int) -> Tensor:
+    return torch.ones(megabytes * 2**18, device="cuda")
+
+
+def shared_bytes(backend: CudaBackend) -> int:
+    assert backend._scratch is not None
+    return _C.held_bytes(backend._scratch.pool)
+
+
 def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> None:
     backend = CudaBackend(torch.device("cuda", 0))
     holds = backend.add_pools(2)
     memory, kept = _C.PassMemory(), []
 
     def allocate(*megabytes: int) -> None:
-        kept.append(torch.ones(2**18, device="cuda"))
+        kept.append(ones(1))
         for number in megabytes:
-            torch.ones(number * 2**18, device="cuda")
-
-    def shared_bytes() -> int:
-        scratch = backend._scratch
-        assert scratch is not None
-        segments = torch.cuda.memory_snapshot()
-        return sum(it["total_size"] for it in segments if tuple(it["segment_pool_id"]) == scratch.pool)
+            ones(number)
 
     with backend.recording():
-        executables = [backend.record(0, lambda: allocate(32, 64), memory, lambda: None, 0)]
-        assert shared_bytes() == 0  # it was learned
-        executables.append(backend.record(1, lambda: allocate(40, 64), memory, lambda: None, 1))
-        assert shared_bytes() < 64 * 2**20  # of the first, whose size shows once it is allocated
-        executables.append(backend.record(1, lambda: allocate(32, 64), memory, lambda: None, 1))
-        assert shared_bytes() >= 64 * 2**20
+        executables = [backend.record((0, 0, 0), lambda: allocate(32, 64), memory, lambda: None)]
+        assert shared_bytes(backend) == 0  # it was learned
+        executables.append(backend.record((1, 1, 1), lambda: allocate(40, 64), memory, lambda: None))
+        assert shared_bytes(backend) < 64 * 2**20  # of the first, whose size shows once it is allocated
+        executables.append(backend.record((1, 1, 1), lambda: allocate(32, 64), memory, lambda: None))
+        assert shared_bytes(backend) >= 64 * 2**20
     del executables, holds
+
+
+def test_a_backward_uses_again_what_its_forward_has_kept() -> None:
+    """And no more than fits there; what outlives it does so nowhere."""
+    backend, slot, of_forward, learned = CudaBackend(torch.device("cuda", 0)), 0, 1, 2
+    holds = backend.add_pools(3)
+    memory, kept, graphs = _C.SlotMemory(), [], []
+
+    def forward() -> None:
+        kept.extend([ones(32), ones(32), ones(1)])
+
+    def backward(*, outlives: bool = False) -> None:
+        early = ones(8)  # before anything is free
+        del kept[:2]  # two halves beside each other
+        late = [ones(48), ones(32)]
+        kept.extend([early] if outlives else [])
+        kept.extend(late[:1] if outlives else [])
+
+    def record(own: int, lent: int, freed: int, **given: bool) -> None:
+        for number, (pool, body) in enumerate([(freed, forward), (own, partial(backward, **given))]):
+            graphs.append(backend.record((pool, lent, freed), body, memory.of(0, number), lambda: None))
+
+    with backend.recording():
+        record(learned, learned, learned)
+        kept.clear()
+        needs = memory.needs(slot, slot, [of_forward], SCRATCH)
+        assert needs == {slot: 0, of_forward: 64 * 2**20, SCRATCH: 40 * 2**20}
+        for pool, num_bytes in needs.items():
+            backend.reserve(pool, num_bytes)
+        record(slot, slot, of_forward)
+        held = shared_bytes(backend)
+        assert held == 40 * 2**20  # the first and the last one
+        kept.clear()
+        with pytest.raises(RuntimeError, match="2 allocations outlive their pass"):
+            record(slot, slot, of_forward, outlives=True)
+        assert shared_bytes(backend) == held
+    graphs.clear()
+    del holds
 
 
 def test_what_outlives_its_pass_in_one_slot_alone_is_an_error() -> None:
@@ -148,11 +189,11 @@ def test_what_outlives_its_pass_in_one_slot_alone_is_an_error() -> None:
     holds = backend.add_pools(2)
     memory, kept = _C.PassMemory(), []
     with backend.recording():
-        first = backend.record(0, lambda: torch.ones(2**20, device="cuda").sum(), memory, lambda: None, 0)
+        first = backend.record((0, 0, 0), lambda: ones(4).sum(), memory, lambda: None)
         with pytest.raises(RuntimeError, match="1 allocations outlive their pass"):
-            backend.record(1, lambda: kept.append(torch.ones(2**20, device="cuda")), memory, lambda: None, 1)
+            backend.record((1, 1, 1), lambda: kept.append(ones(4)), memory, lambda: None)
         kept.clear()
-        again = backend.record(1, lambda: torch.ones(2**20, device="cuda").sum(), memory, lambda: None, 1)
+        again = backend.record((1, 1, 1), lambda: ones(4).sum(), memory, lambda: None)
     del first, again, holds
 
 
@@ -163,14 +204,14 @@ def test_what_is_given_back_behind_its_pass_in_one_slot_alone_is_an_error() -> N
     memory, kept = _C.PassMemory(), []
 
     def hand_over() -> None:
-        kept.append(torch.ones(2**20, device="cuda"))
+        kept.append(ones(4))
 
     with backend.recording():
-        first = backend.record(0, hand_over, memory, kept.clear, 2)
+        first = backend.record((0, 2, 0), hand_over, memory, kept.clear)
         with pytest.raises(RuntimeError, match="1 allocations were given back"):
-            backend.record(1, hand_over, memory, lambda: None, 2)
+            backend.record((1, 2, 1), hand_over, memory, lambda: None)
         kept.clear()
-        again = backend.record(1, hand_over, memory, kept.clear, 2)
+        again = backend.record((1, 2, 1), hand_over, memory, kept.clear)
     del first, again, holds
 
 

@@ -50,21 +50,21 @@ class CudaExecutable final : public Executable {
 
 }  // namespace
 
-std::unique_ptr<Executable> capture_work(c10::MempoolId_t pool,
+std::unique_ptr<Executable> capture_work(const PassPools& pools,
                                          const std::vector<at::Generator>& generators,
-                                         std::shared_ptr<PoolHold> scratch, c10::MempoolId_t lent,
+                                         std::shared_ptr<PoolHold> scratch,
                                          std::shared_ptr<PassMemory> memory,
                                          const std::function<void()>& body,
                                          const std::function<void()>& give_back) {
   auto graph = std::make_unique<Graph>();
   std::optional<PassWatch> watch;
   if (scratch != nullptr) {
-    watch.emplace(scratch->device(), pool, scratch->pool(), lent, std::move(memory));
+    watch.emplace(scratch->device(), pools, scratch->pool(), std::move(memory));
   }
   for (const at::Generator& generator : generators) graph->register_generator(generator);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   try {
-    graph->begin(pool);
+    graph->begin(pools.own);
     if (watch) watch->begin();
     DocumentGridCollector collector(stream.stream());
     body();

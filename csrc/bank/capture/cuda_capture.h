@@ -21,13 +21,13 @@ namespace megagraph {
 // this thread are errors meanwhile (thread-local mode).
 //
 // `generators` are registered with the graph beside the device's default one. With `scratch`, what
-// is temporary comes from there, and what is given back from `lent`, once `memory` knows the pass;
-// else the capture learns it.
+// is temporary comes from there, and all else from its pool, once `memory` knows the pass; else the
+// capture learns it, and all comes from its own pool.
 //
 // A capture that fails leaves nothing behind: csrc/torch/cuda_graph.h, Note [A failed capture].
-std::unique_ptr<Executable> capture_work(c10::MempoolId_t pool,
+std::unique_ptr<Executable> capture_work(const PassPools& pools,
                                          const std::vector<at::Generator>& generators,
-                                         std::shared_ptr<PoolHold> scratch, c10::MempoolId_t lent,
+                                         std::shared_ptr<PoolHold> scratch,
                                          std::shared_ptr<PassMemory> memory,
                                          const std::function<void()>& body,
                                          const std::function<void()>& give_back);

@@ -26,8 +26,9 @@
 // by layer, a layer's memory is free long before its slot is. So two slots may face each other: of
 // `n` layers, what the forward of layer `l` in the one keeps, and hands out, lies where that of
 // layer n - l of the other one does, and n + 1 layers take the memory of two slots. What backwards
-// keep stays in each slot's own pool. Then a forward runs only if no site of that other layer waits
-// for its backward, and nobody holds a tensor of it; else it runs eager (NESTING). A backward needs
+// keep stays in each slot's own pool, and what is temporary in them lies where they have freed what
+// their forward kept. Then a forward runs only if no site of that other layer waits for its
+// backward, and nobody holds a tensor of it; else it runs eager (NESTING). A backward needs
 // no such rule: as long as it is to come, the forwards of the other slot that would write over what
 // it reads do not run. What passes hand over to something eager, or are handed, may lie in one
 // memory for both slots: gradients live within one launch, as their copies are made there, and no
