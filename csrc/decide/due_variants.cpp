@@ -26,7 +26,7 @@ void DueVariants::note(const VariantKey& kind) {
 }
 
 VariantKeys DueVariants::end_step() {
-  VariantKeys in_vain, families;
+  VariantKeys in_vain;
   std::map<VariantKey, VariantKey> fresh;  // one new kind of each family
   for (const VariantKey& kind : of_step_) {
     const bool is_warm = warmed_up_.count(kind) != 0;

@@ -172,6 +172,8 @@ void bind_dispatch(py::module_& m) {
            py::arg("ranks") = 1, py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
       .def("set_capacities", &Dispatcher::set_capacities, py::arg("by_cp_size"),
            py::arg("of_evaluations") = false)
+      .def_property_readonly("has_capacities",
+                             [](const Dispatcher& it) { return !it.capacities().empty(); })
       .def_property_readonly("by_cp_size", &Dispatcher::capacities)
       .def("set_groups", &Dispatcher::set_groups, py::arg("by_cp_size"))
       .def("use", &Dispatcher::use, py::arg("bank"), py::arg("variants"), py::arg("eager_variants"),

@@ -374,7 +374,7 @@ class GraphedModel:
                 self.dispatcher.set_groups(self.context.by_size())
             if self.refusal is not None:
                 return
-            if captures and not self.dispatcher.by_cp_size:
+            if captures and not self.dispatcher.has_capacities:
                 self.dispatcher.learn(self._learners.max_over_ranks)
             if self._config.mode != "graph":
                 return
@@ -402,7 +402,7 @@ class GraphedModel:
             if self._kept_back == PATIENCE:
                 self.captures.note(f"{_KEPT_BACK}: each step begins under {under}")
             has_freqs = not dispatcher.is_by_token or dispatcher.freqs is not None
-            can_capture = not under and has_freqs and self._row is not None and bool(dispatcher.by_cp_size)
+            can_capture = not under and has_freqs and self._row is not None and dispatcher.has_capacities
             if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
                 self._capture(kinds)
         finally:
