@@ -2,8 +2,10 @@
 """What a replay and a further layer cost the host, in calls: the same on every machine, unlike times."""
 
 import dataclasses
+import gc
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -24,6 +26,14 @@ MICRO = Micro(lengths=(9, 20, 11))
 BODIES = ("_forward", "_backward", "_finish")  # of passes, in place of their graphs
 # The modules that an eager call passes through.
 ENTRY = ("forwards", "decision", "plugin", "model", "captures", "bank", "dispatcher", "entry", "seams")
+
+
+@pytest.fixture(autouse=True)
+def _no_collection() -> Iterator[None]:
+    """Hypothesis is called in each that comes up meanwhile."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Calls:
