@@ -7,7 +7,7 @@ import torch
 
 
 class ShardedSGD:
-    """Updates this rank's shard of each parameter buffer; the others are unusable until they are gathered."""
+    """Updates this rank's shard of each parameter buffer; the others are those of before until the gather."""
 
     def __init__(self, model: Any) -> None:
         self._buffers = [*model.buffers, *model.expert_parallel_buffers]
@@ -22,6 +22,4 @@ class ShardedSGD:
                 size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
                 for bucket in buffer.buckets:
                     shards = bucket.param_data.view(size, -1)
-                    updated = shards[rank] - 0.05 * bucket.grad_data.view(size, -1)[rank]
-                    shards.fill_(float("nan"))
-                    shards[rank] = updated
+                    shards[rank] -= 0.05 * bucket.grad_data.view(size, -1)[rank]

@@ -36,7 +36,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_bits(world2: World, name: str) -> None:
-    """Ranks see packs of their own. A layer that ran before its weights are gathered would read NaN."""
+    """Ranks see packs of their own. A layer that ran before its weights are gathered would read old ones."""
     ddp, options, *eager = TRAININGS[name]
     reports = world2.run(parallel_jobs.train_pair, ddp=ddp, own_packs=True, evaluate_at=(1,), **options)
     for report, later in zip(reports, eager, strict=True):
@@ -44,6 +44,12 @@ def test_bits(world2: World, name: str) -> None:
         figures = {"failures": int("FOREIGN_HOOK" in later), "calls": (2 + 1) * PACKS * layers}
         figures |= {"verified": 1, "unverified": 0}  # also while parameters are still to be gathered
         rig.ran(report, **figures, WARMING_UP=2 * PACKS * layers, **later)
+
+
+def test_a_wrong_graph_is_found_while_parameters_are_still_to_be_gathered(world2: World) -> None:
+    """Bug: these were NaN, in tests alone, and any graph had eager's bits."""
+    reports = world2.run(parallel_jobs.disagree, how={0: "wrong"}, ddp=SHARDED, own_packs=True)
+    assert ["VERIFY_FAILED" in report["eager"] for report in reports] == [True, False]
 
 
 def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:

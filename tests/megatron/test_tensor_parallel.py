@@ -107,6 +107,12 @@ def test_what_one_rank_cannot_do_none_does(world2: World, name: str) -> None:
         assert report["calls"] == steps * PER_STEP
 
 
+def test_a_state_that_is_another_ranks_is_not_put_down_to_numeric_settings_alone(world2: World) -> None:
+    reports = disagreeing(world2, dict.fromkeys((2, 3), "state"), num_steps=4)
+    found = [report["states"][1] for report in reports]
+    assert NOTE in found[0] and found[1] == "the numeric settings or another rank's state"
+
+
 @on_ranks(2, tensor_parallel=2)
 def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank() -> None:
     """Bug: it was an error, since graphs with collectives let no rank run eager alone."""

@@ -276,7 +276,8 @@ class Changes:
             return
         watch = self._captures.watch
         now = watch.state_items()
-        changed = _differences(self._items, now) or "the numeric settings"
+        others = " or another rank's state" if self._peers.size > 1 else ""
+        changed = _differences(self._items, now) or f"the numeric settings{others}"
         if self._items:
             self._made_new[self._states.current] = changed
             log.info("layers are in a state that is new: %s", changed)

@@ -151,7 +151,7 @@ def _unsupported_whole(layer: Any) -> str | None:
         return f"its experts are spread over ranks, which run other packs; hold them on one rank, {instead}"
     if recomputes(config, "moe"):
         # What runs the experts again leaves tensors of the graph in their dispatcher.
-        return f"'moe' with 'moe' in recompute_modules is not supported yet; leave that out, {instead}"
+        return "'moe' with 'moe' in recompute_modules is not supported yet; leave that out, or name 'attn'"
     if config.moe_shared_expert_overlap:
         return f"'moe' with moe_shared_expert_overlap=True is not supported yet; leave that out, {instead}"
     return None
