@@ -57,17 +57,22 @@ size_t PassMemory::most_temporary(bool uses_freed) const {
       const auto& [bytes, kind] = allocations[done];
       if (kind != Kind::kTemporary || bytes <= kSmallBytes) continue;
       lies_in_freed[done] = room >= block_of(bytes);
-      (lies_in_freed[done] ? room -= block_of(bytes) : used += block_of(bytes));
+      if (lies_in_freed[done]) {
+        room -= block_of(bytes);
+      } else {
+        used += block_of(bytes);
+      }
       most = std::max(most, used);
     }
   };
   for (const Free& it : frees) {
     if (it.bytes <= kSmallBytes) continue;
     allocate_before(it.num_before);
-    if (!it.index) {
-      if (uses_freed) room += block_of(it.bytes);
-    } else if (allocations[*it.index].kind == Kind::kTemporary) {
-      (lies_in_freed[*it.index] ? room += block_of(it.bytes) : used -= block_of(it.bytes));
+    const bool is_temporary = it.index && allocations[*it.index].kind == Kind::kTemporary;
+    if (is_temporary && !lies_in_freed[*it.index]) {
+      used -= block_of(it.bytes);
+    } else if (is_temporary || (!it.index && uses_freed)) {
+      room += block_of(it.bytes);
     }
   }
   return most;

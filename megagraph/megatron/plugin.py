@@ -216,6 +216,15 @@ class Plugin:
 
         return forward_backward
 
+    def before_model(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wraps the making of a model, hybrid or not: it may use the memory of those that are gone."""
+
+        def init(*args: Any, **kwargs: Any) -> None:
+            self.retire()
+            original(*args, **kwargs)
+
+        return init
+
     def before_groups_go(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps what destroys process groups: graphs that hold their collectives go first."""
 

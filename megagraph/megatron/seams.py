@@ -22,14 +22,14 @@ __all__ = [
     *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
     *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "FUSED_ROPE", "GPT_FORWARD", "GPT_PLAN", "HYBRID_FORWARD"),
     *("HYBRID_STACK_FORWARD", "KEPT_BY_STACKS", "LAYER_FORWARD", "MAMBA_FORWARD", "MIXER_DOCUMENTS"),
-    *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "PACKED_ROPE"),
-    *("PACKED_SEQ_PARAMS", "PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP"),
+    *("MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE", "MLP_FORWARD", "MODEL_INIT"),
+    *("PACKED_ROPE", "PACKED_SEQ_PARAMS", "PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS", "PLANNED_STEP"),
     *("PREDICTION_FORWARD", "RNG_TRACKER", "ROUTER_FORWARD", "ROUTING", "ROWS_ROPE", "SAVING_GROUP"),
-    *("SCHEDULES", "STAGE_GROUP", "SUPPORTED", "YARN_EMBEDDING", "Seam"),
-    *("as_before", "called_name", "check_core", "has_engine", "has_mla", "hybrid_groups"),
-    *("hybrid_seams", "inference_flag", "is_replaced", "made_in", "misfits", "moe_metrics", "moe_records"),
-    *("nodes_of", "packs_have", "permutation_sorts", "plans_free_what_one_expert_reads"),
-    *("replaced_choice", "replaced_rope", "router_losses_count_ranks", "stand_in", "unfit"),
+    *("SCHEDULES", "STAGE_GROUP", "SUPPORTED", "YARN_EMBEDDING", "Seam", "as_before", "called_name"),
+    *("check_core", "has_engine", "has_mla", "hybrid_groups", "hybrid_seams", "inference_flag"),
+    *("is_replaced", "made_in", "misfits", "moe_metrics", "moe_records", "nodes_of", "packs_have"),
+    *("permutation_sorts", "plans_free_what_one_expert_reads", "replaced_choice", "replaced_rope"),
+    *("router_losses_count_ranks", "stand_in", "unfit"),
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -122,6 +122,7 @@ SCHEDULES = tuple(
 _GPT = "megatron.core.models.gpt.gpt_model"
 _OF_MODELS = "input_ids position_ids attention_mask decoder_input labels packed_seq_params"
 _OF_BLOCKS = "hidden_states attention_mask rotary_pos_emb packed_seq_params"
+MODEL_INIT = Seam("megatron.core.models.common.language_module.language_module", "LanguageModule.__init__")
 GPT_FORWARD = Seam(_GPT, "GPTModel.forward", _OF_MODELS)
 # Asked in place of the forward under expert-parallel overlap.
 GPT_PLAN = Seam(_GPT, "GPTModel.build_schedule_plan", f"{_OF_MODELS} padding_mask")
@@ -207,8 +208,7 @@ ENGINE_ATTENTION = Seam(
 
 def has_mla(model: nn.Module) -> bool:
     """Whether any attention of a model is multi-latent, whatever its config says."""
-    mla = MLA_ATTENTION.owner()
-    return any(isinstance(module, mla) for module in model.modules())
+    return any(isinstance(module, MLA_ATTENTION.owner()) for module in model.modules())
 
 
 def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:

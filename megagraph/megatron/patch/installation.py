@@ -74,6 +74,7 @@ def _wrap_all(plugin: Plugin) -> None:
     block_call = of(forwards.wrap_block_call)
     for schedule in seams.SCHEDULES:
         _wrap(schedule, plugin.schedule)
+    _wrap(seams.MODEL_INIT, plugin.before_model)
     _wrap(seams.GPT_FORWARD, *of_models)
     _wrap(seams.GPT_PLAN, of(overlap.wrap_plan))
     _wrap(seams.PLANNED_STEP, of(overlap.wrap_step))
