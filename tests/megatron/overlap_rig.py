@@ -111,8 +111,7 @@ class OverlapTrainer(moe_rig.ExpertTrainer):
         return chunk
 
     def make_optimizer(self) -> Any:
-        is_sharded = self.model.ddp_config.overlap_param_gather
-        return super().make_optimizer() if is_sharded else Descent(self.chunk)
+        return super().make_optimizer() if self.model.ddp_config.overlap_param_gather else Descent(self.chunk)
 
 
 def filled(micro: Micro) -> Micro:

@@ -55,12 +55,13 @@ def _device() -> Any:
 
 
 class OnOneDevice(distributed.ProcessGroupGloo):
-    """A group on the device of all: for the end of one of its own, each group would wait 10 ms."""
+    """A group on the device of all: for the end of one of its own, each group would wait 10 ms. It has one
+    thread: two write the name of what has ended last without a lock, and may free it twice (torch 2.11)."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_further: Any) -> None:
         # Releases that pass further options pass their defaults.
         options = self._Options()
-        options._devices, options._timeout = [_device()], timeout
+        options._devices, options._timeout, options._threads = [_device()], timeout, 1
         super().__init__(store, rank, size, options)
 
 
