@@ -18,7 +18,7 @@ TIME_US = 800
 ACCUMULATIONS = {"added to main_grad by the products": True, "added by themselves": False}
 AT_ONCE, LATER, LATER_EAGER = "graphed, at once", "graphed, delayed", "eager, delayed"
 WAYS = {AT_ONCE: (GRAPHED, False), LATER: (GRAPHED, True), LATER_EAGER: (EAGER, True)}
-TIMELINE = f"{NAME}, {LATER}: a layer's nodes beside another's"  # in ms from the first one on
+TIMELINE = f"{NAME}, with the stand-in, {LATER}: a layer's nodes beside another's"  # ms since the first one
 PARTS: Parts = {
     f"{added}: {name}": partial(
         measure_overlap, CASE, way, **{**HOW, "times_us": (TIME_US,), "delays": delays, "is_fused": is_fused}

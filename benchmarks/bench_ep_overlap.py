@@ -48,7 +48,7 @@ def _figures_of(name: str, ways: Sequence[str] = WAYS, times_us: Sequence[int] =
             if us:
                 under = f"{title}, {way}: what of the stand-in's time lies under compute"
                 figures.append(Figure(name=under, value=answer["share"][place], unit="share"))
-    return figures + peaks_of(name, answers, GRAPHED, EAGER)
+    return figures + peaks_of(f"{name}, with the stand-in", answers, GRAPHED, EAGER)
 
 
 def times_of(

@@ -68,6 +68,14 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Reference counts alone end what lives, and nobody is called meanwhile."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def rope_utils() -> ModuleType:
     with warnings.catch_warnings():

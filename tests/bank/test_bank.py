@@ -260,8 +260,7 @@ def test_what_raises_in_the_middle_frees_its_slot(raises_in: str) -> None:
     with pytest.raises(ValueError, match=f"{raises_in} gave up"):
         out = pair.bank.run(pair.input().requires_grad_())
         out.sum().backward()
-    out = None
-    is_captured = False
+    out, is_captured = None, False
     assert pair.bank.all_free()
     for param in nn.ModuleList([*pair.layers, *pair.eager_layers]).parameters():
         param.main_grad.zero_()

@@ -78,8 +78,7 @@ ON_A_GPU: dict[str, tuple[Trouble, list[str]]] = {
 def contents(pair: Pair) -> list[Any]:
     """Everything that a capture has to leave as it was."""
     params = [(param, param.grad, getattr(param, "main_grad", None)) for param in pair.params()]
-    buffers = [*nn.ModuleList(pair.layers).buffers()]
-    return [rng_states(pair.device), copy.deepcopy((params, buffers))]
+    return [rng_states(pair.device), copy.deepcopy((params, [*nn.ModuleList(pair.layers).buffers()]))]
 
 
 def pair_with(device: str, troubled: Troubled, *, main_grad: bool = True, num_slots: int = 1) -> Pair:

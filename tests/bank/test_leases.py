@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases: whoever can still read a boundary holds its slot, and nobody else does; in what words."""
 
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -16,13 +15,7 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph.bank.sites import EagerPart, SiteSpec
 
-
-@pytest.fixture(autouse=True)
-def no_garbage_collector() -> Iterator[None]:
-    """Leases end by reference counts alone."""
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")  # leases end by reference counts alone
 
 
 def test_an_output_is_a_plain_tensor_and_holds_the_slot_until_it_is_gone(pair: Pair) -> None:

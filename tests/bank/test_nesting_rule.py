@@ -259,8 +259,7 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
 
 def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_intact() -> None:
     """In every other pool there are gaps."""
-    rng = random.Random(0)
-    counts = list[tuple[int, int]]()
+    rng, counts = random.Random(0), list[tuple[int, int]]()
     for seed in range(NUM_POOLS):
         graphs = Graphs(2 + seed % 5, seed, has_gaps=seed % 2 == 1)
         slot = _C.Slot(0, len(graphs.of))

@@ -121,8 +121,7 @@ def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(name: st
                 errors.append(str(threads.submit(CALLS[name], pair.bank).exception()))
         return hidden * 2
 
-    pair = Pair("cpu", [Applies(meddle), Block()]).capture()
-    meddles = True
+    pair, meddles = Pair("cpu", [Applies(meddle), Block()]).capture(), True
     out = pair.bank.run(pair.input().requires_grad_())
     out.sum().backward()
     meddles = False

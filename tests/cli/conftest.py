@@ -49,8 +49,7 @@ def demo() -> Callable[..., int]:
 
     def run(*arguments: str | Path, **changes: str) -> int:
         options = TINY | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-        words = [word for option in options.items() for word in option]
-        return main(["demo", *words, *map(str, arguments)])
+        return main(["demo", *[word for option in options.items() for word in option], *map(str, arguments)])
 
     return run
 

@@ -155,8 +155,7 @@ def test_packs_whose_positions_may_go_on_from_document_to_document_have_no_graph
     pack = pack_of(PackShape(8, num_seqs, 1), **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max_seqlen))
     for depends in (True, False):
         made = dispatcher(depends_on_longest=depends, cuts_tables=are_cut, cp_size=cp_size, extra_seqs=1)
-        found = enter(made, pack, 8)
-        assert (found is EagerReason.SIGNATURE_CHANGED) == (depends and goes_on)
+        assert (enter(made, pack, 8) is EagerReason.SIGNATURE_CHANGED) == (depends and goes_on)
 
 
 # -- beside the capacity ---------------------------------------------------------------------------

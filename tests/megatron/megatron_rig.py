@@ -75,8 +75,7 @@ class Micro:
         """Tokens, labels, loss mask and positions, each [physical]."""
         tokens = torch.full((self.physical,), self.tail_token)
         labels, positions = torch.zeros(self.physical, dtype=torch.int64), torch.zeros_like(tokens)
-        mask = torch.zeros(self.physical)
-        start = 0
+        mask, start = torch.zeros(self.physical), 0
         for document, rows in zip(self.documents(), self.rows, strict=True):
             length = document.numel()
             tokens[start : start + rows] = 0
@@ -161,8 +160,7 @@ def schedule(model: Any, micros: Iterable[Micro], count: int, device: Any, **opt
     def forward_step(data: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Tensor, Any]:
         return forward(chunk.build_schedule_plan if return_schedule_plan else chunk, next(data), device)
 
-    results = run_schedule(model, forward_step, micros, count, **options)
-    return [result["losses"] for result in results]
+    return [result["losses"] for result in run_schedule(model, forward_step, micros, count, **options)]
 
 
 def grads(chunk: nn.Module) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool, 
     for index in range(count):
         number = in_turns[index % 3]
         shapes = [some[(index + place + 2 * own) % len(some)] for place in range(number)]
-        if misfits and index % 2:
+        if misfits and index % 2 and own == parallel_state.get_expert_model_parallel_world_size() - 1:
             shapes[-1] = MISFIT
         first = 100 * index + 1000 * own  # seed
         steps.append([rig.Micro(lengths=it, seed=first + place) for place, it in enumerate(shapes)])
@@ -178,7 +178,7 @@ def train_pair(
     kind: str = "core",  # of layers
     others: Others | None = None,  # stages that are not there
     most: int = 4,  # in a step
-    misfits: bool = False,  # let some packs fit no capacity
+    misfits: bool = False,  # let some packs fit no capacity, of ranks that share experts on the last one
     even: bool = False,  # take packs with even numbers of rows alone
     shared_embeddings: bool = False,
     aligned: bool = False,

@@ -141,8 +141,7 @@ def test_every_tail_convention_and_form_of_pack_has_eager_bits() -> None:
     for run in runs:
         rig.ran(run.report, 2 * 4 * rig.LAYERS, WARMING_UP=4 * rig.LAYERS)
         for one, other in zip(first.steps[0].losses, run.steps[0].losses, strict=True):
-            bound = 2**-7 if rig.OPTIONS.bf16 else 1e-5
-            assert (one - other).abs().max() <= bound * one.abs().max()
+            assert (one - other).abs().max() <= (2**-7 if rig.OPTIONS.bf16 else 1e-5) * one.abs().max()
 
 
 def _share(replayed: Sequence[rig.Micro], tokens: int = rig.CAPACITY.tokens) -> object:
@@ -189,8 +188,7 @@ def _through_the_block(trainer: Trainer, filler: float) -> tuple[Tensor, Step]:
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
     grad[END:] = filler
     torch.autograd.backward(out, grad)
-    left = Step(losses=[losses.detach()], grads=grads(trainer.chunk))
-    return out.detach().clone(), left
+    return out.detach().clone(), Step(losses=[losses.detach()], grads=grads(trainer.chunk))
 
 
 def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_back(pair: Pair) -> None:

@@ -2,10 +2,8 @@
 """What a replay and a further layer cost the host, in calls: the same on every machine, unlike times."""
 
 import dataclasses
-import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -20,20 +18,13 @@ import megagraph
 from megagraph.bank import capture
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread")
+has_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread")
+pytestmark = [has_no_gpu, pytest.mark.usefixtures("no_collection")]  # in which Hypothesis is called
 PACKAGE = str(Path(megagraph.__file__).parent)
 MICRO = Micro(lengths=(9, 20, 11))
 BODIES = ("_forward", "_backward", "_finish")  # of passes, in place of their graphs
 # The modules that an eager call passes through.
 ENTRY = ("forwards", "decision", "plugin", "model", "captures", "bank", "dispatcher", "entry", "seams")
-
-
-@pytest.fixture(autouse=True)
-def _no_collection() -> Iterator[None]:
-    """Hypothesis is called in each that comes up meanwhile."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Calls:
@@ -118,8 +109,7 @@ def test_the_last_micro_batch_costs_no_call_of_ours_for_a_further_layer() -> Non
 def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(trainer: Trainer, reason: str) -> None:
     """While there are graphs. What the layers themselves call of the plugin is not counted."""
     step(trainer, [MICRO], times=3)
-    calls = Calls()
-    micro = Micro(lengths=(1,) * (CAPACITY.num_seqs + 1))
+    calls, micro = Calls(), Micro(lengths=(1,) * (CAPACITY.num_seqs + 1))
     given = micro.given(trainer.device)
     if reason == "NO_PACK_METADATA":
         given["packed_seq_params"] = None

@@ -29,6 +29,31 @@ HOOKED = 2  # the first step with a hook
 HOW = ["unfused", "fused"]
 
 
+@contextlib.contextmanager
+def late_alone(trainer: Any) -> Iterator[None]:
+    """No backward of a layer adds to a late weight, and what comes later to those of that layer alone."""
+    finish, numbers = layer_node().backward_dw, itertools.count()
+    grads = [linear.weight.main_grad for linear in overlap.linears_of(trainer.chunk)]
+    before = [torch.zeros_like(grad) for grad in grads]
+
+    def added() -> list[bool]:
+        torch.cuda.synchronize()
+        old, before[:] = [*before], [grad.clone() for grad in grads]
+        return [not torch.equal(*each) for each in zip(old, grads, strict=True)]
+
+    def backward_dw(node: Any) -> Any:
+        if node.name not in (FIRST, "attn"):  # of experts
+            return finish(node)
+        assert not any(added())
+        finish(node)
+        layer = CALLS - 1 - next(numbers) % CALLS
+        assert added() == [it // 2 == layer for it in range(len(grads))]
+
+    with mock.patch.object(layer_node(), "backward_dw", backward_dw):
+        yield
+    assert next(numbers) > 0
+
+
 @engines
 @pytest.mark.parametrize("ddp", [{}, REDUCES], ids=["reduced at the end", "reduced meanwhile"])
 @pytest.mark.parametrize("delays", HOW)
@@ -36,7 +61,8 @@ def test_weights_whose_gradients_come_later_have_bits_of_others(delays: str, ddp
     steps = steps_of(STEPS, masks=True)
     at_once = train_eager(steps, delays=f"{delays} at once", engine=engine)
     for mode in ("eager", "graph"):
-        later = train(steps, mode, delays=delays, engine=engine, ddp=ddp)
+        around = rig.at(STEPS - 1, late_alone)
+        later = train(steps, mode, delays=delays, engine=engine, ddp=ddp, around=around)
         assert_same_bits(at_once, later, mode)
         overlap.check_calls(later.report, mode, sum(map(len, steps)))
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.both
 OVERLAP = "overlap_moe_expert_parallel_comm"
 SCOPES = [("attn",), ("moe_router",), ("attn", "moe_router")]
 if permutation_sorts():  # else it permutes into shapes that only the device knows
-    SCOPES.append(("attn", "moe_router", "moe_preprocess"))
+    SCOPES += [("moe_router", "moe_preprocess"), ("attn", "moe_router", "moe_preprocess")]
 
 
 def steps_of(rank: int, number: int) -> list[list[Micro]]:
@@ -201,6 +201,7 @@ def test_another_model_runs_on_a_canonical_pack_inside_of_the_step(trainer: Any)
 # Kinds of layers, of Megatron's config and of ours, and what overlap is refused with.
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("EE", {}, {"cuda_graph_granularity": "chunk"}, "cuda_graph_granularity"),
+    ("EE", {}, {"cp_sizes": (1, 2)}, "cp_sizes"),
     ("E-", {}, {}, "a dense layer as the last, behind which"),
     ("EE", {"mtp_num_layers": 1}, {}, "multi-token prediction (mtp_num_layers=1)"),
     ("EE", {"moe_pad_expert_input_to_capacity": True}, {}, "experts that are padded"),

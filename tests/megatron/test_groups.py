@@ -69,8 +69,7 @@ def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
     assert [peers.agree_on(what) for what in said] == [True, False, True, False, True]
     assert sorted(peers.same_pack()) == [0, 1] and not alone.same_pack()
     group = parallel_state.get_tensor_model_parallel_group()
-    other = distributed.new_group([0, 1])
-    world = distributed.group.WORLD
+    other, world = distributed.new_group([0, 1]), distributed.group.WORLD
     assert peers.use(group) and peers.use(None) and peers.use(world) and not peers.use(other)
     assert not alone.use(group) and not alone.use(None) and alone.max_over_ranks([3]) == [3]
     assert peers.max_over_ranks([3, rank]) == peers.max_over_ranks([3, 1]) == [3, 1]

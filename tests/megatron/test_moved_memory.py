@@ -196,8 +196,7 @@ def test_memory_that_moves_between_steps_costs_those_who_read_it_one_eager_step(
         scale = partial(lambda out, chunk: out * chunk.table[0].to(out), chunk=chunk)
         rig.changes_output(chunk.decoder.layers[1].mlp, scale)
     pair.step(rig.ONE, rig.TWO, times=3)  # from the second replayed step on, a hash alone is compared
-    graphs = pair.report()["graphs"]
-    is_suspended = "suspended" in what
+    graphs, is_suspended = pair.report()["graphs"], "suspended" in what
     if is_suspended:
         megagraph.suspend()
     held = [move(trainer) for trainer in pair.both]

@@ -46,6 +46,7 @@ engines = pytest.mark.parametrize(
 
 needs_sorting = pytest.mark.skipif(not seams.permutation_sorts(), reason="permutes into shapes that vary")
 BUSY = ("communication", "compute")
+LONG = [pytest.param(2000, scopes, marks=pytest.mark.soak) for scopes in (BOTH, PERMUTES)]
 
 
 @engines
@@ -272,9 +273,10 @@ def test_a_step_that_raises_leaves_the_next_one_right(what: str) -> None:
     breaks, error, said = BROKEN[what]
 
     @contextlib.contextmanager
-    def breaking(_trainer: Any) -> Iterator[None]:
+    def breaking(trainer: Any) -> Iterator[None]:
         with pytest.raises(error, match=said), breaks():
             yield
+        assert moe_rig.tensors_of_calls(trainer) == []
         rig.metrics()  # of its first micro-batches alone
 
     graphed = train(MICROS, "graph", around=rig.at(BREAKS, breaking))
@@ -305,10 +307,10 @@ def compare_late(count: int, kind: str, scopes: tuple[str, ...], poison: bool, *
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("steps", [40, pytest.param(2000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("kind", BUSY)
-def test_what_a_late_consumer_reads_is_there(kind: str, steps: int) -> None:
-    compare_late(steps, kind, BOTH, poison=True)
+@pytest.mark.parametrize(("steps", "scopes"), [(40, BOTH), *LONG])
+@pytest.mark.parametrize("kind", ["", *BUSY])
+def test_what_a_late_consumer_reads_is_there(kind: str, steps: int, scopes: tuple[str, ...]) -> None:
+    compare_late(steps, kind, scopes, poison=True)
 
 
 @needs_sorting

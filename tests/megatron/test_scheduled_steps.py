@@ -256,8 +256,7 @@ def train(
     config = {"calculate_per_token_loss": True, "hybrid_context_parallel": True, **options}
     config |= {"max_seqlen_per_dp_cp_rank": TOKENS, "tensor_model_parallel_size": tensor_parallel}
     make = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
-    documents = documents_of(lengths)
-    is_whole = tensor_parallel == 1
+    documents, is_whole = documents_of(lengths), tensor_parallel == 1
     expected = alone(make().chunk, [each for own in documents[1] for each in own] if is_whole else [])
     dealt: list[_Steps] = []  # one of each run
 

@@ -288,14 +288,10 @@ def test_a_skip_that_ends_inside_of_a_step_on_one_rank_alone_leaves_it_eager() -
     trainer, _, micros = trained()
     before, is_first = rig.report_of(trainer), distributed.get_rank() == 0
 
-    def resuming() -> Iterator[rig.Micro]:
-        for micro in micros:
-            yield micro
-            megagraph.resume()
-
     if is_first:
         megagraph.suspend()
-    rig.schedule(trainer.model, resuming(), len(micros), trainer.device)
+    resuming = (micro for index, micro in enumerate(micros) if index == 0 or megagraph.resume() is None)
+    rig.schedule(trainer.model, resuming, len(micros), trainer.device)
     eager = rig.eager_since(rig.report_of(trainer), before)
     assert eager == {"SUSPENDED" if is_first else "GROUP_DISAGREED": LAYERS * len(micros)}
 
@@ -460,8 +456,7 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
 
     def change(given: dict[str, Any]) -> dict[str, Any]:
         calls.append(None)
-        factor = 1.0 if len(calls) < 3 else 0.5
-        return {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
+        return {**given, "rotary_pos_emb": given["rotary_pos_emb"] * (1.0 if len(calls) < 3 else 0.5)}
 
     steps = [[rope_rig.Declared(lengths=(20, 8), max_seqlen=20)]] * 4
     given = {"prepare": lambda chunk: rig.hands(chunk.decoder, change), **SHARED_ROWS}

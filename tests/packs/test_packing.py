@@ -143,8 +143,7 @@ Pack = dataclasses.make_dataclass("Pack", [(name, Any, None) for name in FIELDS]
 
 
 def made(form: PackForm | None, tail: TailConvention, *offsets: Tensor) -> Any:
-    key = VariantKey(CAPACITY, form, grad=False)
-    return _C.CanonicalPacks(key, tail.extra_seqs).make(Pack, *offsets)
+    return _C.CanonicalPacks(VariantKey(CAPACITY, form, grad=False), tail.extra_seqs).make(Pack, *offsets)
 
 
 @tails

@@ -327,8 +327,7 @@ def breaks_off_an_evaluation(trainer: Any, micros: list[rig.Micro], is_ours: boo
 # -- what lasts --------------------------------------------------------------------------------------
 
 # Weights that are parametrized cannot be taken back, or as plain tensors if frozen; tied ones train apart.
-UNWANTED = ("parametrized weight", "tied weights")
-LASTING = [name for name in OF_PROBES if name not in UNWANTED]
+LASTING = [name for name in OF_PROBES if name not in ("parametrized weight", "tied weights")]
 WATCHED = ("STATE_CHANGED", "PARAMETERS_CHANGED", "FOREIGN_HOOK", "ADDRESS_MOVED", "GROUP_DISAGREED")
 
 

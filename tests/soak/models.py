@@ -86,8 +86,7 @@ def _without_others(stage: int) -> Iterator[None]:
         while hasattr(chunk, "module"):
             chunk = chunk.module
         others.begin(schedule_of(chunk), rows, forward_only=options.get("forward_only", False))
-        left = run(model, forward_step, data, count, **options)
-        return [*left, *({"losses": it} for it in others.taken)]
+        return [*run(model, forward_step, data, count, **options), *({"losses": it} for it in others.taken)]
 
     with alone(_CUT, stage) as others, mock.patch.object(rig, "run_schedule", run_stage):
         yield
