@@ -65,10 +65,15 @@ progress = false
 """
 
 
+def patience() -> float:
+    """How many times as long all takes while this machine is busy: limits of time are multiplied by it."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def run_python(*words: str | Path, timeout: float = 300, **how: Any) -> subprocess.CompletedProcess[str]:
     """What a Python of its own has printed, which has ended well."""
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **how)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout * patience(), **how)
     assert done.returncode == 0, done.stderr[-4_000:]
     return done
 

@@ -170,6 +170,8 @@ def test_who_is_flaky_for_long_is_a_failure_and_so_are_three_flaky_tests(
     assert run(one="def test_accident(): assert not happens('it')") == 1
     assert f"test_one.py::test_accident: flaky since {first}" in capfd.readouterr().out
     assert flaky_lines(script) == [*lines, *new]
+    three = "".join(f"def test_{it}(): assert not happens('{it}')\n" for it in "bcd")
+    assert run(three=three) == 1 and "3 flaky tests: at most 2 in a run" in capfd.readouterr().out
 
 
 def test_a_test_of_its_whole_file_runs_again_with_the_file(run: Suite, tmp_path: Path) -> None:

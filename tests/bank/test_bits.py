@@ -182,8 +182,7 @@ def test_short_rows_that_are_small_may_not_be_wrong(width: int) -> None:
 
 def test_many_entries_that_no_run_moves_may_not_move_even_by_a_rounding() -> None:
     run = flips(0)
-    runs = [run() for _ in range(5)]
-    moved = run()
+    runs, moved = [run() for _ in range(5)], run()
     moved += moved.abs() * torch.finfo(torch.float32).eps
     assert misfit(runs, run()) is None and misfit(runs, moved) is not None
 

@@ -203,8 +203,7 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
     layers = [Applies(lambda hidden: calls.append(not Baked.is_captured) or hidden * 2), nn.Tanh()]
     bank = captured(layers, "cpu", training=False, **together(lambda said: max(next(elsewhere, 0), said)))
     # All begin. A site runs, its module does; as long as they differ, it runs once more.
-    of_site = [0, 0, *[1, 0] * 19, 0]
-    may_be_chance = [1, 1, 1, 0]
+    of_site, may_be_chance = [0, 0, *[1, 0] * 19, 0], [1, 1, 1, 0]
     if differs_elsewhere:
         elsewhere = iter([answer for last in may_be_chance for answer in [0, *of_site * len(layers), last]])
     calls.clear()

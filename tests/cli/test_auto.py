@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_scripts import ROOT, TRAINING, Files, add_to_packages, environment_with
+from run_scripts import ROOT, TRAINING, Files, add_to_packages, environment_with, patience
 
 import megagraph
 from megagraph import auto
@@ -30,8 +30,8 @@ def start(tmp_path: Path) -> Start:
     def run(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         named = {f"MEGAGRAPH_{name}": value for name, value in variables.items()}
         command = [sys.executable, "-W", "ignore", *map(str, words)]
-        environment = environment_with(site) | named
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        environment, seconds = environment_with(site) | named, 300 * patience()
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
 
     return run
 

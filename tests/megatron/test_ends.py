@@ -24,7 +24,7 @@ import pytest
 import torch
 import worlds
 from overlap_rig import OverlapTrainer
-from run_scripts import TRAINING, environment_with
+from run_scripts import TRAINING, environment_with, patience
 from streams import make_groups
 from torch import distributed
 
@@ -70,7 +70,7 @@ def test_a_job_of_two_ranks(ways: Sequence[str], tmp_path: Path) -> None:
         text=True,
     ) as job:
         try:
-            out, log = job.communicate(timeout=SECONDS * worlds.patience())
+            out, log = job.communicate(timeout=SECONDS * patience())
         except subprocess.TimeoutExpired:
             job.terminate()  # torchrun then ends its ranks; it could not if it were killed
             raise
@@ -158,7 +158,7 @@ def waits_alone(*, rank: int) -> None:
     """One rank enters a collective that no other enters; it is stopped before, until somebody asks."""
     group, pid = in_gloo(), os.getpid()
     if distributed.get_rank() == rank:
-        subprocess.Popen(["sh", "-c", f"sleep {worlds.patience()}; kill -CONT {pid}"])
+        subprocess.Popen(["sh", "-c", f"sleep {patience()}; kill -CONT {pid}"])
         os.kill(pid, signal.SIGSTOP)
         distributed.all_reduce(torch.zeros(1), group=group)
 

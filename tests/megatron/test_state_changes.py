@@ -51,8 +51,7 @@ def test_a_change_between_steps(name: str, pair: rig.Pair) -> None:
     pair.graphed.chunk.zero_grad()
     before = pair.ran(WARMING_UP=rig.LAYERS)
 
-    undo = of_all(change.do, pair.both)
-    changed = pair.step(rig.TWO).losses
+    undo, changed = of_all(change.do, pair.both), pair.step(rig.TWO).losses
     assert torch.equal(changed[0], losses[0]) is not change.matters, "the change changes nothing"
     expected = {change.reason.name: rig.LAYERS} if change.reason is not None else {}
     assert rig.eager_since(pair.report(), before) == expected

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from run_scripts import patience
 from streams import make_groups
 from torch import distributed, multiprocessing
 from watched import every_graph_is_compared_or_named, free_models, models_in_memory
@@ -42,11 +43,6 @@ END_SECONDS = 60
 SHORT = reprlib.Repr()  # of values that are told of
 SHORT.maxdict, SHORT.maxother = 50, 500
 IMPORTED = ["torch", "megatron.core.models.gpt", "megagraph.megatron", "megagraph.demo.trainer"]
-
-
-def patience() -> float:
-    """How many times as long all takes while this machine is busy: limits of time are multiplied by it."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @functools.cache
