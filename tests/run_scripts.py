@@ -39,11 +39,9 @@ from megagraph.demo.cpu import megatron_on_cpu
 def train(steps):
     documents = [Document(name=str(n), tokens=torch.arange(n % 20 + 5) % 64) for n in range(60)]
     packs = stream_packs(documents, 64, 6)
-    shape = ModelOptions(
-        layers=2, hidden=32, heads=2, vocab=64, max_tokens=64, bf16=torch.cuda.is_available()
-    )
+    tiny = ModelOptions(layers=2, hidden=32, heads=2, vocab=64, max_tokens=64, bf16=torch.cuda.is_available())
     with megatron_on_cpu(), process_groups():
-        trainer = Trainer(shape)
+        trainer = Trainer(tiny)
         for _ in range(steps):
             print("loss", float(trainer.forward_backward([next(packs)])[0]))
             trainer.update()
@@ -53,7 +51,7 @@ if __name__ == "__main__":
     exec(sys.argv[2])
 """
 
-MADE = "        trainer = Trainer(shape)\n"  # a line of it, behind which a test may add others
+MADE = "        trainer = Trainer(tiny)\n"  # a line of it, behind which a test may add others
 assert MADE in TRAINING
 
 TOML = """

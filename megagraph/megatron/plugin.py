@@ -241,6 +241,7 @@ class Plugin:
 
     def set_suspended(self, is_suspended: bool) -> None:
         """Runs every model eager as long as it is, also those that are still to come."""
+        self.retire()
         self._is_suspended = is_suspended
         for graphs in self.all_graphs():
             graphs.changes.set_suspended(is_suspended)

@@ -208,7 +208,8 @@ ENGINE_ATTENTION = Seam(
 
 def has_mla(model: nn.Module) -> bool:
     """Whether any attention of a model is multi-latent, whatever its config says."""
-    return any(isinstance(module, MLA_ATTENTION.owner()) for module in model.modules())
+    mla = MLA_ATTENTION.owner()
+    return any(isinstance(module, mla) for module in model.modules())
 
 
 def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:

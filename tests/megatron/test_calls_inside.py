@@ -92,12 +92,10 @@ def test_parameters_with_several_gradients_leave_their_model_eager(way: str, ddp
 
     def train(trainer: Any) -> dict[str, Tensor]:
         def forward_step(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
-            first, *others = (
-                forward(chunk, next(data), trainer.device)[0] for _ in range(1 + (way == CALLS))
-            )
+            first, *rest = (forward(chunk, next(data), trainer.device)[0] for _ in range(1 + (way == CALLS)))
             if way == PENALTY:
-                others = [param.square() for param in trainer.chunk.parameters()]
-            return first, lambda out: (out.mean() + 0.1 * sum(it.mean() for it in others), {})
+                rest = [param.square() for param in trainer.chunk.parameters()]
+            return first, lambda out: (out.mean() + 0.1 * sum(it.mean() for it in rest), {})
 
         trainer.zero_grad()
         run_schedule(trainer.model, forward_step, [MICRO, OTHER] * 2, 2)

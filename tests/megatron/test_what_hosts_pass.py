@@ -35,9 +35,7 @@ NEEDS_EXTRACTION = pytest.mark.skipif(
     "extract_layer_indices" not in inspect.signature(TransformerBlock.forward).parameters,
     reason="this release of megatron-core has no extract_layer_indices",
 )
-has_seq_idx = pytest.mark.skipif(
-    not hasattr(PackedSeqParams, "seq_idx"), reason="this release has no seq_idx"
-)
+has_seq_idx = pytest.mark.skipif(not hasattr(PackedSeqParams, "seq_idx"), reason="the release has no seq_idx")
 
 
 def trained(install: rig.Install, **changes: Any) -> Trainer:

@@ -116,20 +116,18 @@ def wrap_model_forward(plugin: Plugin, original: _Function, *, around_call: bool
                 given, params = params, as_pack(params, ids, hidden_states)
                 run = _seeing(graphs, given, params, original)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
-            against, is_step, dispatcher = None, False, graphs.dispatcher
+            why, is_step, dispatcher = None, False, graphs.dispatcher
             if graphs not in plugin.step_graphs:
                 if plugin.gone and not plugin.step_models:
                     plugin.retire()
-                against = dispatcher.eager_reason(params, tokens, entries.are_settled)
-                if against is None:  # a step of its own; in another model's what is due waits: `decide()`
+                why = dispatcher.eager_reason(params, tokens, entries.are_settled)
+                if why is None:  # a step of its own; in another model's what is due waits: `decide()`
                     graphs.at_step_boundary(captures=not plugin.step_models)
                     is_step = True
             outer = graphs.running
             try:
                 batch: MicroBatch | EagerReason | None
-                batch = graphs.decide(
-                    model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline
-                )
+                batch = graphs.decide(model, kwargs, params, tokens, why, may_capture=not plugin.has_pipeline)
                 if isinstance(batch, EagerReason) and entries.are_settled and graphs.refusal is None:
                     dispatcher.require_rows(tokens, batch)
                 if isinstance(batch, EagerReason) and entries.are_settled and batch not in graphs.learns_from:

@@ -12,7 +12,8 @@ lease ends behind the last node, which cuts them; or where the schedule raises. 
 rotary table of the layers are in the plan's state while a first node runs: what lies before and behind the
 layers sees the pack as it was given.
 
-Order. All nodes of a plan wait for one event and record it, and so are in order over both streams. Two
+Order. Both passes of each node wait for their plan's one event, and record it: first nodes and experts wait
+for the communication stream, dispatch and combine for the compute stream, in which what is late follows. Two
 micro-batches share parameters, gradients and metrics, on the compute stream alone. So they do the memory of
 their slots (csrc/bank/replay/slot_ring.h, Note [Facing slots]): the last node that reads what a layer keeps
 is its first one, in its backward or in what finishes that, on the compute stream, which uses the memory next.
@@ -25,8 +26,8 @@ before runs; the first layer's waits for what a pipeline sends. Nodes are told w
 
 Nodes keep what they were given and have handed out until their backward. What is dispatched is transient all
 the same: by `resize_(0)` of its input a dispatch drops a holder of the slot, and later passes use the memory.
-Likewise what a layer has handed out, and eager keeps for a norm, goes once the next one's site has staged it,
-in the node of its MLP: fewer frames have it by then, and who saves or keeps it shows beside these.
+Likewise what a layer has handed out, and eager keeps for a norm, goes in the next one's node of its MLP, once
+its site has staged it: fewer frames have it by then, and who saves or keeps it shows.
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
 """
 
@@ -91,11 +92,11 @@ def wrap_plan(plugin: Plugin, original: _Function) -> _Function:
         params = kwargs.get("packed_seq_params")
         if params is None and plugin.last_pack is not None and kwargs.get("attention_mask") is None:
             _check_left_out(plugin.last_pack(), tokens * graphs.context.size)
-        dispatcher, against = graphs.dispatcher, None
+        dispatcher, why = graphs.dispatcher, None
         if graphs not in plugin.step_graphs or not graphs.entries.are_megatrons:
-            against = dispatcher.eager_reason(params, tokens, True) or EagerReason.EXPERT_OVERLAP
+            why = dispatcher.eager_reason(params, tokens, True) or EagerReason.EXPERT_OVERLAP
         batch: MicroBatch | EagerReason | None
-        batch = graphs.decide(model, kwargs, params, tokens, against, may_capture=not plugin.has_pipeline)
+        batch = graphs.decide(model, kwargs, params, tokens, why, may_capture=not plugin.has_pipeline)
         plan = original(model, *args, **kwargs)
         if isinstance(batch, EagerReason) and (graphs.refusal or batch not in graphs.learns_from):
             dispatcher.count_eager(batch)
@@ -159,8 +160,7 @@ class _Passage:
         elif batch is not None and (variant := graphs.begin(batch, entered, table, mask)) is not None:
             graphs.end_plan = self.end
             constants = captures.constants[variant]
-            tables = {name: getattr(state, name) for name in _TABLES}
-            if mask is batch.mask and constants.hold(tables):
+            if mask is batch.mask and constants.hold({name: getattr(state, name) for name in _TABLES}):
                 self._steps = captures.steps[variant]
                 self._before_site = captures.before_sites and captures.before_sites()
             else:
