@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs in place of Megatron's RoPE and kernels, where no bits of a model tell it: test_rope_bits.py."""
 
-import functools
 from collections.abc import Callable
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,8 +24,8 @@ COLUMNS = 4
 PADDED, PADDED_OFFSETS = [0, 4, 12, 12, 16], ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 ROWS_OF_MLA = [torch.randn(12, heads, width) for heads, width in ((2, 12), (2, 10), (1, 8))]
 ANGLES = torch.randn(16, 1, 1, 8), torch.randn(16, 1, 1, 8)
-wrap_fused_rope = functools.partial(wrap_foreign_rope, seams.FUSED_ROPE)
-wrap_hosts_rope = functools.partial(wrap_foreign_rope, seams.ATTENTION_ROPE)
+wrap_fused_rope = partial(wrap_foreign_rope, seams.FUSED_ROPE)
+wrap_hosts_rope = partial(wrap_foreign_rope, seams.ATTENTION_ROPE)
 
 
 def group(size: int, rank: int = 0) -> Any:
@@ -43,7 +43,7 @@ def tail(t: Tensor, filler: float) -> Tensor:
 def theirs() -> mock.Mock:
     """A function in place of Megatron's: doubles rows, with what a kernel leaves that writes no tail."""
     made = mock.Mock(side_effect=lambda t, *_, **__: t * 2 + tail(t, NAN))
-    return functools.wraps(seams.PACKED_ROPE.function())(made)
+    return wraps(seams.PACKED_ROPE.function())(made)
 
 
 def canonical(*ends: int) -> Tensor:
@@ -217,9 +217,7 @@ def rotated(offsets: Tensor | None, **further: Any) -> list[Callable[[], Any]]:
     """The rotation of queries, and that of keys and values, where Megatron's functions raise."""
     query, kv, k_pe = (rows.clone() for rows in ROWS_OF_MLA)
     of_query, of_keys = (
-        inside_layers.wrap_mla_rope(
-            it, functools.wraps(it.function())(mock.Mock(side_effect=ArithmeticError))
-        )
+        inside_layers.wrap_mla_rope(it, wraps(it.function())(mock.Mock(side_effect=ArithmeticError)))
         for it in (seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE)
     )
     return [

@@ -67,9 +67,7 @@ EXPERTS = {"make": moe_rig.ExpertTrainer, "kinds": "E-", **moe_rig.CASES["shared
         *((("attn", "moe_router"), broken, EXPERTS) for broken in (_broken_step, _broken_layer)),
     ],
 )
-def test_what_nobody_holds_of_a_broken_step_is_gone_in_the_next(
-    scopes: Any, broken: Break, model: Any
-) -> None:
+def test_what_nobody_holds_of_a_broken_step_goes_in_the_next(scopes: Any, broken: Break, model: Any) -> None:
     """Bugs: garbage stayed after a call outside of any schedule, a slot stayed taken for a step longer."""
     pair = rig.Pair(plugin={"cuda_graph_modules": scopes}, **model)
     pair.step(rig.ONE, rig.TWO, times=3)

@@ -161,9 +161,7 @@ def test_which_norms_are_ours_and_that_another_one_stays(monkeypatch: pytest.Mon
     assert submodules.self_attention.submodules.q_layernorm is block_spec().layer_norm is nn.Identity
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None, reason="its final norm is taken"
-)
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="its norm is taken")
 @pytest.mark.parametrize(("normalization", "qk_layernorm"), [("LayerNorm", False), ("RMSNorm", True)])
 def test_norms_are_ours_with_bits_and_checkpoints_of_cores(normalization: str, qk_layernorm: bool) -> None:
     """The block spec brings the final norm, too."""
