@@ -84,11 +84,8 @@ def block_spec(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     make = te_layer_spec if engine else get_gpt_layer_varlen_spec
-    is_grouped = engine if is_grouped is None else is_grouped
-    layers = {
-        "E": make(num_experts=num_experts, moe_grouped_gemm=is_grouped, **attention),
-        "-": make(**attention),
-    }
+    experts = {"num_experts": num_experts, "moe_grouped_gemm": engine if is_grouped is None else is_grouped}
+    layers = {"E": make(**experts, **attention), "-": make(**attention)}
     if engine:
         from megatron.core.extensions.transformer_engine import TENorm as Norm
     else:

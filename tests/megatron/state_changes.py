@@ -234,9 +234,7 @@ HOOKS: dict[str, Do] = {
 BACKWARD_HOOKS: dict[str, Do] = {
     "hook behind a backward": hooks(lambda it: probe(it).register_full_backward_hook(lambda *_: None)),
     "hook on a gradient": hooks(lambda it: fc2(it).weight.register_hook(lambda grad: grad * 0.5)),
-    "hook after adding": hooks(
-        lambda it: fc2(it).weight.register_post_accumulate_grad_hook(lambda _param: None)
-    ),
+    "hook after adding": hooks(lambda it: fc2(it).weight.register_post_accumulate_grad_hook(lambda _: None)),
 }
 IN_PLACE: dict[str, Do] = {
     "tensor in place": in_place(lambda it: it.vector.mul_(0.5), lambda it: it.vector.mul_(2.0)),

@@ -81,19 +81,17 @@ def test_a_layer_at_fault_is_named_and_cut_out(pair: rig.Pair, at_fault: dict[in
 
 
 def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[int] = []  # layers in the graph that is being captured, or of a warm-up of one
+    ran: list[int] = []  # layers in the graph that is being captured, or of a warm-up of one
     for backend in (Backend, CudaBackend):
 
         def record(self: Any, pool: int, body: Any, *given: Any, original: Any = backend.record) -> Any:
-            return original(self, pool, lambda: (passed.clear(), body())[1], *given)
+            return original(self, pool, lambda: (ran.clear(), body())[1], *given)
 
         monkeypatch.setattr(backend, "record", record)
     warm_up = CapturePlan._run_once
-    monkeypatch.setattr(CapturePlan, "_run_once", lambda *args: (passed.clear(), warm_up(*args))[1])
+    monkeypatch.setattr(CapturePlan, "_run_once", lambda *args: (ran.clear(), warm_up(*args))[1])
     for index in range(LAYERS):  # at most two in one graph
-        rig.breaks(
-            _layer(pair, index).mlp, lambda: rig.is_capturing() and (passed.append(0) or len(passed) > 2)
-        )
+        rig.breaks(_layer(pair, index).mlp, lambda: rig.is_capturing() and (ran.append(0) or len(ran) > 2))
     pair.step(rig.ONE, rig.TWO, times=3)
     assert sites(pair) == [f"layer {index}" for index in range(LAYERS)]
     pair.ran(WARMING_UP=2 * LAYERS)

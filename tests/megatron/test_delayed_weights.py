@@ -75,10 +75,19 @@ def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ..
 
 
 @engines
+@pytest.mark.parametrize("at", ["", f"{FIRST} backward"])
 @pytest.mark.parametrize("delays", HOW)
-def test_eager_micro_batches_between_graphed_ones_make_their_own(delays: str, engine: bool) -> None:
-    """One in each step fits no capacity; and all of a step while graphs are suspended."""
-    around = rig.at(STEPS - 2, lambda _trainer: told(rig.the_plugin().set_suspended, True, False))
+def test_eager_micro_batches_between_graphed_ones_make_their_own(delays: str, at: str, engine: bool) -> None:
+    """One in each step fits no capacity; others begin while graphs are suspended, from a place in it on."""
+
+    @contextlib.contextmanager
+    def suspended(_trainer: Any) -> Iterator[None]:
+        suspend = rig.the_plugin().set_suspended
+        suspends = overlap.in_nodes(lambda place: suspend(True) if place == at else None, behind=True)
+        with suspends, told(suspend, not at, False):
+            yield
+
+    around = rig.at(STEPS - 2, suspended)
     misfit = Micro(lengths=parallel_jobs.MISFIT)
     steps = [[*micros[:1], misfit, *micros[1:]] for micros in steps_of(STEPS, fills=False)]
     graphed = train(steps, "graph", delays=delays, around=around, engine=engine)

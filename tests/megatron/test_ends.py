@@ -47,9 +47,7 @@ ON_GPU = [
     *(pytest.param([OVERLAPPED], marks=pytest.mark.soak) for _ in range(19)),
 ]
 # Documents of 16 tokens on rank 0 and of 15 on rank 1, four to a pack: each learns a capacity of its own.
-SCRIPT = TRAINING.replace("n % 20 + 5", "16 - int(os.environ['RANK'])").replace(
-    "import sys", "import os, sys"
-)
+SCRIPT = TRAINING.replace("n % 20 + 5", "16 - int(os.getenv('RANK'))").replace("import sys", "import os, sys")
 END = "from megagraph.log import log; log.info('one line'); log.warning('a warning')"
 
 

@@ -48,10 +48,7 @@ class Case:
 
 VERL: dict[str, Any] = {"pack": hosts.verl_pack, "call": hosts.verl_call}
 BRIDGE: dict[str, Any] = {"pack": hosts.bridge_pack, "call": hosts.labels_call}
-SWIFT: dict[str, Any] = {
-    **{"pack": hosts.swift_pack, "call": hosts.labels_call},
-    "classes": (OwnModel, OwnBlock),
-}
+SWIFT = {"pack": hosts.swift_pack, "call": hosts.labels_call, "classes": (OwnModel, OwnBlock)}
 # As DPO of ms-swift: without gradients, in training mode, in the same micro-batch. The policy's own slot is
 # held meanwhile.
 DPO: dict[str, Any] = {**SWIFT, "phases": (TRAIN,), "reasons": ("WARMING_UP", "NESTING", "NO_FREE_SLOT")}

@@ -231,9 +231,8 @@ def test_a_longer_tail_changes_nothing(install: rig.Install, way: str, case: str
     rig.step(trainer, [moe_rig.PACK], update=False)
     end, found = sum(moe_rig.PACK.lengths), []
     for index, tail in enumerate(moe_rig.TAILS):
-        left = rig.step(
-            trainer, [dataclasses.replace(moe_rig.PACK, tail=tail, tail_token=index)], update=False
-        )
+        pack = dataclasses.replace(moe_rig.PACK, tail=tail, tail_token=index)
+        left = rig.step(trainer, [pack], update=False)
         left.losses[:] = [each[:end] for each in left.losses]
         if way == ATTENTION and rig.ON_GPU:  # where the output layer takes another kernel for other rows
             left.losses, left.grads = [], {}

@@ -3,6 +3,7 @@
 compared with training without overlap, since eager overlap could be wrong itself."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from overlap_rig import CALLS, COUNTS, check_calls, compare, in_nodes, raising, 
 from same_bits import BitsDiffer, assert_same_bits
 from streams import seed_streams
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import megagraph
 from benchmarks.measuring.clocks import PART, Span, Timeline
@@ -110,6 +112,17 @@ def test_slots_share_dispatched_rows_beside_experts_only_and_a_hosts_forward_is_
         layer.forward = partial(layer.forward)
     plan = BlockPlan(chunk.decoder, ("attn",))
     assert plan.why_eager is not None and "does not run its forward" in plan.why_eager[1]
+
+
+def test_gradients_are_copied_as_often_as_without_overlap() -> None:
+    """Beside what Megatron's nodes copy in eager, too."""
+    num: dict[tuple[str, bool], int] = {}
+    for way in itertools.product(("eager", "graph"), (False, True)):
+        seen = profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
+        train(steps_of(BREAKS + 1), way[0], overlaps=way[1], around=rig.at(BREAKS, lambda _, seen=seen: seen))
+        given = [event.input_shapes[0] for event in seen.events() if event.name == "aten::copy_"]
+        num[way] = given.count([rig.CAPACITY.tokens, 1, rig.OPTIONS.hidden])
+    assert num["graph", True] - num["graph", False] == num["eager", True] - num["eager", False] > 0
 
 
 @pytest.mark.parametrize("scopes", [(), ("moe_router",)], ids=["as-chosen", "moe_router"])
@@ -350,8 +363,7 @@ def test_a_pass_that_does_not_wait_reads_what_is_not_there(
     eager = train_eager(micros)
     monkeypatch.setattr(ScheduleNode, ran, hasty)
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, counted, late)
-    kind = "compute" if name in overlap_rig.EXCHANGES else "communication"
-    with busy(kind), pytest.raises(BitsDiffer):
+    with busy("compute" if name in overlap_rig.EXCHANGES else "communication"), pytest.raises(BitsDiffer):
         assert_same_bits(eager, train(micros, mode))
 
 

@@ -108,10 +108,7 @@ JOBS = {
 EXIT = Job(model=model_options(256, layers=2, tokens=512), ranks=2, transformer=_SHARED, steps=8)
 
 # Runtime and driver calls that wait for the device.
-WAITING = (
-    *("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize"),
-    *("cudaMalloc", "cudaFree"),
-)
+WAITING = [*(f"{it}Synchronize" for it in ("Stream", "Device", "Event", "Ctx")), "cudaMalloc", "cudaFree"]
 
 
 def replay_costs(trainer: Trainer) -> dict[str, int]:

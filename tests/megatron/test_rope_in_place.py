@@ -92,11 +92,8 @@ def test_a_foreign_rope_has_a_tail_of_zeros_there_and_back(theirs: Any, whose: s
     cu_seqlens = canonical(*(ranks * end for end in ENDS))
     t.requires_grad_()
     if whose == "a host's":
-        wrap, args, given = (
-            wrap_hosts_rope,
-            (freqs, None),
-            {"cu_seqlens": cu_seqlens, "cp_group": group(ranks)},
-        )
+        wrap, args = wrap_hosts_rope, (freqs, None)
+        given = {"cu_seqlens": cu_seqlens, "cp_group": group(ranks)}
     else:
         wrap, args, given = wrap_fused_rope, (cu_seqlens, freqs), {"cp_size": ranks, "cp_rank": 0}
     out = wrap(theirs)(t, *args, **given)

@@ -121,8 +121,6 @@ def every_graph_is_compared_or_named() -> Iterator[None]:
         assert graphs._config.verify == "off" or not missing, f"neither compared nor named: {missing}"
         return found
 
-    with (
-        mock.patch.object(Verification, "_compare", noting),
-        mock.patch.object(GraphedModel, "report", checking),
-    ):
+    patched = mock.patch.object
+    with patched(Verification, "_compare", noting), patched(GraphedModel, "report", checking):
         yield

@@ -196,9 +196,8 @@ class World:
         for rank in range(size):
             ours, theirs = context.Pipe()
             log = os.path.join(self._logs.name, str(rank))
-            process = context.Process(
-                target=_serve, args=(rank, size, self._store.port, log, theirs), daemon=True
-            )
+            given = rank, size, self._store.port, log, theirs
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._ranks.append(_Rank(process, ours, log))
