@@ -226,7 +226,7 @@ def test_a_script_that_ends_gets_what_is_known_and_without_graphs_to_leave_them_
     document = run(files, 3, "pass")
     assert document["pays"] is False and document["choices"] == []
     assert document["verdict"].startswith("leave it off: nothing replayed: no GPTModel or HybridModel")
-    document = run(files, 3, ENDLESS.replace("Trainer(shape)", "Trainer(shape, config={'qk_clip': True})"))
+    document = run(files, 3, ENDLESS.replace("Trainer(tiny)", "Trainer(tiny, config={'qk_clip': True})"))
     assert document["pays"] is False and "SCOPE_UNSUPPORTED" in document["verdict"]
     document = run(files, 0, ENDLESS, steps="5")
     assert document["pays"] is None and document["times"] is None

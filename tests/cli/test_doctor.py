@@ -114,7 +114,7 @@ def test_how_to_profile_a_script_has_the_options_that_were_given(files: Files, c
 
 @pytest.mark.megatron
 def test_a_refused_model_and_a_script_without_any_say_so(files: Files, capsys: Any) -> None:
-    refused = TRAINING.replace(MADE, MADE.replace("shape)", "shape, config={'qk_clip': True})"))
+    refused = TRAINING.replace(MADE, MADE.replace("tiny)", "tiny, config={'qk_clip': True})"))
     document = rehearsed(files, capsys, refused, 1)
     (model,) = document["rehearsed"]
     assert document["verdict"] == "0 of 2 layers would be graphed" and model["pool_bytes"] == [0, 0]

@@ -179,7 +179,7 @@ def train_pair(
     others: Others | None = None,  # stages that are not there
     most: int = 4,  # in a step
     misfits: bool = False,  # let some packs fit no capacity, of ranks that share experts on the last one
-    masks: bool = False,  # of every second pack
+    masks: bool = False,  # of all packs
     even: bool = False,  # take packs with even numbers of rows alone
     shared_embeddings: bool = False,
     aligned: bool = False,
@@ -203,7 +203,7 @@ def train_pair(
     pair = Pair(cut, options, shared_embeddings=shared_embeddings, aligned=aligned, **how)
     steps = steps_of(pair.schedule, num_steps, misfits=misfits, even=even, most=most)
     if masks:
-        steps = [[dataclasses.replace(it, mask_seed=it.seed % 2 or None) for it in each] for each in steps]
+        steps = [[dataclasses.replace(it, mask_seed=it.seed) for it in each] for each in steps]
     if cut.context_parallel > 1:
         steps = [[_shared(micro, cut.context_parallel) for micro in micros] for micros in steps]
     if cp_sizes:

@@ -87,7 +87,7 @@ def test_eager_micro_batches_between_graphed_ones_make_their_own(delays: str, at
         with suspends, told(suspend, not at, False):
             yield
 
-    around = rig.at(STEPS - 2, suspended)
+    around = rig.at(2, suspended)  # a step of four
     misfit = Micro(lengths=parallel_jobs.MISFIT)
     steps = [[*micros[:1], misfit, *micros[1:]] for micros in steps_of(STEPS, fills=False)]
     graphed = train(steps, "graph", delays=delays, around=around, engine=engine)

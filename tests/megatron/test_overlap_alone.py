@@ -355,9 +355,9 @@ def test_a_pass_that_does_not_wait_reads_what_is_not_there(
         with mock.patch.object(node, "event", mock.Mock(record=node.event.record)):  # waits for nothing
             return run(node, *given)
 
-    def late(*given: Any) -> Any:
-        counts = count(*given)  # for which the host waits: what is dispatched is made behind that
-        keep_busy(us=3000.0)
+    def late(dispatcher: Any, point: str, given: Any) -> Any:
+        counts = count(dispatcher, point, given)  # the host waits, before what is dispatched is made
+        keep_busy(us=3000.0 if point == "before_permutation_1" else 0.0)
         return counts
 
     eager = train_eager(micros)
