@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`.ci/tests`: what fails runs once more, flaky tests are counted, a difference of bits is never forgiven.
-`.ci/gpu` counts every test, names what failed, and says what did not run and why."""
+"""`.ci/run`, `.ci/tests`: what fails runs once more, who is flaky is counted, no bit is forgiven. `.ci/gpu`
+counts every test, names what failed, and says what did not run and why."""
 
 import argparse
 import datetime
 import importlib.util
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -210,6 +212,39 @@ def test_whatever_differs_is_an_error(one: Any, other: Any, message: str) -> Non
     assert_same_bits([None, 3, "a", (1.0, torch.ones(2))], [None, 3, "a", [1.0, torch.ones(2)]])
     with pytest.raises(BitsDiffer, match=message):
         assert_same_bits(one, other)
+
+
+# -- .ci/run ---------------------------------------------------------------------------------------
+
+TARGETS = {"environment", "environment-newest", "test", "lint", "wheel-newest", "matrix-newest"}
+# In make's place: says what a file has for the target, and fails if that tells of a failure.
+MAKE = '#!/bin/sh\necho "$2" >> made\ntest ! -e "$2" && exit\ncat "$2"; ! grep -q failed "$2"\n'
+FLAKY = "FLAKY tests/test_one.py::test_accident\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "says"),
+    [
+        (0, "", {}),
+        (0, FLAKY * 2, {"test": FLAKY * 2}),
+        (1, "failed: 3 flaky tests, at most 2:\n", {"test": FLAKY * 2, "matrix-newest": FLAKY}),
+        (1, "failed: test\n---- a sum\n", {"test": "a lane\n---- a sum\nE  1 failed\n"}),
+        (1, "failed: lint\nE  1 failed\n", {"lint": "E  1 failed\n"}),
+        (1, "failed: environment\nno torch: failed\n", {"environment": "no torch: failed\n"}),
+    ],
+)
+def test_a_run_makes_all_whatever_fails_and_tells_it_at_its_end(
+    code: int, end: str, says: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(FOLDER / "run", tmp_path / ".ci")
+    for target, text in {"make": MAKE, **says}.items():
+        (tmp_path / target).write_text(text, encoding="utf-8")
+    (tmp_path / "make").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    assert ran.returncode == code and end in ran.stdout.partition("\nmatrix-newest ")[2]
+    assert {*(tmp_path / "made").read_text(encoding="utf-8").split()} == TARGETS
 
 
 # -- .ci/gpu ---------------------------------------------------------------------------------------
