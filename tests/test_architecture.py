@@ -23,10 +23,8 @@ PRIVATE_HEADERS = (
     *("c10/cuda/CUDAGraphsC10Utils.h", "torch/version.h"),
 )
 PUBLIC_HEADERS = (
-    "torch/csrc/autograd/autograd_not_implemented_fallback.h",
-    "torch/csrc/autograd/custom_function.h",
-    "torch/csrc/python_headers.h",
-    "torch/csrc/utils/pybind.h",
+    *("torch/csrc/autograd/autograd_not_implemented_fallback.h", "torch/csrc/autograd/custom_function.h"),
+    *("torch/csrc/python_headers.h", "torch/csrc/utils/pybind.h"),
 )
 
 

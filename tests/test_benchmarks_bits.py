@@ -45,8 +45,7 @@ def ends_uninstalled() -> Iterator[None]:
 def test_a_training_is_compared_with_one_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     packs, seeds = bits.canonical_packs, iter([3, 3, 4])  # other packs in mode `graph`, so that all differs
     monkeypatch.setattr(bits, "canonical_packs", lambda *args: packs(*args, seed=next(seeds)))
-    case = bits.BitsCase(transformer_engine=False, steps=STEPS)
-    answer = bits.measure_bits(case, OPTIONS)
+    answer = bits.measure_bits(bits.BitsCase(transformer_engine=False, steps=STEPS), OPTIONS)
     assert answer["losses"] == STEPS * 4 and answer["gradients"] > STEPS * 12
     assert answer["eager"]["losses"] == answer["eager"]["gradients"] == 0
     assert answer["graph"]["losses"] == answer["losses"]

@@ -125,14 +125,12 @@ def test_the_older_name_of_modules_is_taken_from_all_sources_not_beside_the_othe
     """It was a TypeError in Python: files and variables alone had it. It takes the place of a base."""
     toml = written("[megagraph]\ncuda_graph_scope = 'attn'", tmp_path)
     assert GraphConfig.from_toml(toml) == GraphConfig(cuda_graph_modules=("attn",))
-    environ = variables(cuda_graph_scope="mlp")
-    assert GraphConfig.from_env(environ) == GraphConfig(cuda_graph_modules=("mlp",))
+    assert GraphConfig.from_env(variables(cuda_graph_scope="mlp")) == GraphConfig(cuda_graph_modules=("mlp",))
     with pytest.raises(ValueError, match=r"^environment: MEGAGRAPH_CUDA_GRAPH_SCOPE: expected none .*'x'"):
         GraphConfig.from_env(variables(cuda_graph_scope="x"))
-    environ = variables(cuda_graph_scope="mlp", cuda_graph_modules="mlp")
     both = "MEGAGRAPH_CUDA_GRAPH_MODULES and MEGAGRAPH_CUDA_GRAPH_SCOPE"
     with pytest.raises(ValueError, match=f"^environment: {both}: expected one of them, got both"):
-        GraphConfig.from_env(environ)
+        GraphConfig.from_env(variables(cuda_graph_scope="mlp", cuda_graph_modules="mlp"))
     config = GraphConfig(cuda_graph_scope="attn,mlp", mode="eager")
     assert config.cuda_graph_modules == ("attn", "mlp")
     assert dataclasses.replace(config, mode="off").cuda_graph_modules == ("attn", "mlp")
@@ -142,6 +140,7 @@ def test_the_older_name_of_modules_is_taken_from_all_sources_not_beside_the_othe
 COUNTS, GRANULARITY = "cuda_graph_max_packed_seqs", "cuda_graph_granularity"
 SHORT_FORM = f"{COUNTS} and max_seqlen_per_dp_cp_rank: expected both or neither, got "
 NOT_BOTH = f"capacities: expected either this or {COUNTS}"
+TAILS = "tail: expected one of hidden, empty-dummy, got"
 KNOWN = "or of attn, mlp, moe, moe_router, moe_preprocess, mamba; "
 A_TABLE = "capacities: expected a table of tokens, num_seqs, max_seqlen, got {'tokens': 64, "
 
@@ -154,10 +153,7 @@ A_TABLE = "capacities: expected a table of tokens, num_seqs, max_seqlen, got {'t
         ({GRANULARITY: "model"}, f"{GRANULARITY}: expected one of layer, chunk, got 'model'"),
         ({"cuda_graph_modules": ["attn", "full_iteration"]}, KNOWN + "'full_iteration' is not supported yet"),
         ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is not one of full_iteration, full, attn, "),
-        *(
-            ({"tail": it}, f"tail: expected one of hidden, empty-dummy, got {it!r}")
-            for it in ("none", ["hidden"], None)
-        ),
+        *(({"tail": it}, f"{TAILS} {it!r}") for it in ("none", ["hidden"], None)),
         ({"progress": "maybe"}, "progress: expected true or false, got 'maybe'"),
         ({"poison": 2}, "poison: expected true or false, got 2"),
         *(({"max_seqlen": it}, f"max_seqlen: expected an integer, got {it!r}") for it in ("1k", 1.5, True)),
@@ -190,10 +186,8 @@ A_TABLE = "capacities: expected a table of tokens, num_seqs, max_seqlen, got {'t
         ({"cp_sizes": [1, 3]}, "cp_sizes: expected ascending powers of two, got (1, 3)"),
         ({"cp_sizes": "2,1"}, "cp_sizes: expected ascending powers of two, got (2, 1)"),
         ({"cp_sizes": 0}, "cp_sizes: expected at least 1, got 0"),
-        *(
-            (PAIR | {"max_seqlen": it}, f"max_seqlen: expected at least 1, got {it}")
-            for it in (-1, 0)  # 0 quietly meant all tokens of a pack
-        ),
+        # 0 quietly meant all tokens of a pack.
+        *((PAIR | {"max_seqlen": it}, f"max_seqlen: expected at least 1, got {it}") for it in (-1, 0)),
         ({COUNTS: 8}, SHORT_FORM + "(8,) and None"),
         ({"max_seqlen_per_dp_cp_rank": 512}, SHORT_FORM + "None and 512"),
         ({"max_seqlen": 64}, "max_seqlen: expected together with cuda_graph_max_packed_seqs"),

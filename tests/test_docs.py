@@ -71,8 +71,7 @@ def test_every_eager_reason_has_its_section_in_order_which_begins_with_its_remed
     sections = re.findall(r"^## `(\w+)`$(?:\n\n(.+)$)?", text, re.MULTILINE)
     assert [name for name, _begins in sections] == [reason.name for reason in EagerReason]
     for reason, (_name, begins) in zip(EagerReason, sections, strict=True):
-        remedy = reason.remedy[0].upper() + reason.remedy[1:]
-        assert begins.replace("`", "").startswith(remedy), reason
+        assert begins.replace("`", "").startswith(reason.remedy[0].upper() + reason.remedy[1:]), reason
 
 
 def test_the_page_of_the_api_names_what_is_public() -> None:

@@ -125,11 +125,10 @@ def test_scalars_are_plain_numbers_by_model_and_name_since_an_earlier_report() -
     assert {type(value) for value in first.values()} == {float}
     later = MODEL | {"calls": 12_100, "replays": 9_090, "replayed_rows": 40_200}
     later |= {"padding_share": 5_150 / 40_200, "eager": MODEL["eager"] | {"NESTING": 10}}
-    stage = MODEL | {"model": "GPTModel (stage 1, chunk 0) #2"}
     figures = zip(plain, [100.0, 90.0, 0.0, 200.0, 150.0, 0.9, 0.75, 0.0, 0.0], strict=True)
     values = {f"megagraph/GPTModel/{name}": it for name, it in (*figures, ("eager/NESTING", 10.0))}
     values |= {f"megagraph/GPTModel_stage_1_chunk_0_2/{name}": value for name, value in plain.items()}
-    assert scalars([later, stage], since=[MODEL]) == values
+    assert scalars([later, MODEL | {"model": "GPTModel (stage 1, chunk 0) #2"}], since=[MODEL]) == values
 
 
 @pytest.mark.parametrize("reports", [[], [MODEL | {"of_a_later_version": 1}], [MODEL, IDLE]])
@@ -307,8 +306,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("leases", [[], None, {"a": 3}, *({"a": [[0, True, 1.0, 4.0], it]} for it in WRONG)])
-def test_leases_of_another_kind_are_named_with_what_was_expected(tmp_path: Path, leases: Any) -> None:
-    path = tmp_path / "run.json"
+def test_leases_of_another_kind_are_named_with_what_was_expected(path: Path, leases: Any) -> None:
     write_report([MODEL], path, leases=leases)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}: leases.*: expected"):
         read_leases(path)
@@ -338,17 +336,16 @@ def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: Captur
     assert "not allowed with argument --json" in capsys.readouterr().err
 
 
-def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "run.json"
+def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(path: Path, capsys: Any) -> None:
     for leases, image, message in (
         ({}, "slots.png", "no model chunk has had several slots"),
         (LEASES, "gone/slots.png", "gone/slots.png"),
     ):
         write_report([MODEL], path, leases=leases)
-        assert main(["report", str(path), "--timeline", str(tmp_path / image)]) == 2
+        assert main(["report", str(path), "--timeline", str(path.parent / image)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("megagraph report: ") and message in err
-        assert [*tmp_path.iterdir()] == [path]
+        assert [*path.parent.iterdir()] == [path]
 
 
 # -- the line at the end ---------------------------------------------------------------------------
@@ -361,6 +358,7 @@ def ran(replays: int, needed: tuple[int, int, int] | None = None, **eager: int) 
 
 
 RAISE_IT = "TOO_MANY_SEQUENCES: raise cuda_graph_max_packed_seqs (num_seqs in capacities)"
+FAILURES = {"failures": ["layer 0 stays eager (FOREIGN_HOOK): a hook", "a value is new"]}
 NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
 
 
@@ -394,10 +392,7 @@ NO_MODEL = "nothing replayed: no GPTModel or HybridModel ran a forward"
             "(GPTModel with fp8 is not supported yet)",
         ),
         (
-            [
-                ran(0, STATE_CHANGED=9)
-                | {"failures": ["layer 0 stays eager (FOREIGN_HOOK): a hook", "a value is new"]}
-            ],
+            [ran(0, STATE_CHANGED=9) | FAILURES],
             "nothing replayed: 100 % eager, STATE_CHANGED: nothing to do if it is rare (a value is new)",
         ),
         ([ran(999, OF_LATER=1)], "99 % of layer calls replayed; under 1 % eager, OF_LATER: see docs/reasons"),
@@ -419,11 +414,9 @@ def test_what_graphs_save_is_told_if_eager_steps_were_measured() -> None:
 # -- when slots were in use --------------------------------------------------------------------------
 
 
+ENDED = [Lease(slot=it % 2, grad=it < 90, begin=float(it), end=it + 1.5) for it in range(100)]
 TIMES = {
-    "GPTModel (stage 0)": [
-        Lease(slot=index % 2, grad=index < 90, begin=float(index), end=index + 1.5) for index in range(100)
-    ]
-    + [Lease(slot=0, grad=True, begin=100.0, end=None)],
+    "GPTModel (stage 0)": [*ENDED, Lease(slot=0, grad=True, begin=100.0, end=None)],
     "GPTModel (stage 1)": [],
 }
 

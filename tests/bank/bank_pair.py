@@ -155,8 +155,7 @@ def unowned(tensor: Tensor) -> Tensor:
 
 
 def rng_states(device: str) -> list[Tensor]:
-    of_gpu = [torch.cuda.get_rng_state()] if device == "cuda" else []
-    return [torch.get_rng_state(), *of_gpu]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
 
 
 def run_eager(layers: Sequence[Callable[[Tensor], Tensor]], hidden: Tensor) -> Tensor:
@@ -318,8 +317,7 @@ class DocumentMixer(nn.Module):
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         rows = torch.arange(hidden.shape[0], device=hidden.device)
-        starts = cu_seqlens[:-1, None]
-        in_document = ((rows >= starts) & (rows < cu_seqlens[1:, None])).to(hidden.dtype)
+        in_document = ((rows >= cu_seqlens[:-1, None]) & (rows < cu_seqlens[1:, None])).to(hidden.dtype)
         projected = torch.tanh(self.project(hidden))
         mean = (in_document @ projected) / in_document.sum(1, keepdim=True).clamp(min=1)
         return hidden + projected + in_document.t() @ mean

@@ -75,8 +75,7 @@ class Noisy(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         with self.tracker.fork() as generator:
-            noise = torch.rand(hidden.shape, device=hidden.device, generator=generator)
-        return hidden * self.scale * noise
+            return hidden * self.scale * torch.rand(hidden.shape, device=hidden.device, generator=generator)
 
 
 def step_both_under_one_seed(pair: Pair, seed: int) -> None:

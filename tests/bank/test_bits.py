@@ -75,9 +75,8 @@ def sums(seed: int, dtype: torch.dtype, scale: Tensor, device: str = "cpu") -> C
     terms = torch.randn(64, ROWS, COLUMNS, generator=generator) * scale
 
     def run() -> Tensor:
-        order = torch.randperm(64, generator=generator)
         total = torch.zeros(ROWS, COLUMNS)
-        for place in order.tolist():
+        for place in torch.randperm(64, generator=generator).tolist():
             total += terms[place]
         return total.to(device, dtype)
 

@@ -91,8 +91,7 @@ class Flight:
         else:
             self.replayed.add(index)
             self.kept = made[self.keeps_copies].detach() if index == self.keeps else self.kept
-        out = layer.behind(made)
-        self.layers.append((x, out, eager_x, pair.eager_layers[index](eager_x)))
+        self.layers.append((x, layer.behind(made), eager_x, pair.eager_layers[index](eager_x)))
         if len(self.layers) == pair.num_layers:
             self.lease.close()
 
@@ -217,8 +216,7 @@ def test_what_passes_hand_over_is_gone_before_one_of_the_other_slot_runs(device:
 @pytest.mark.filterwarnings("ignore")
 def test_graphs_with_collectives_say_who_is_in_the_way(device: str) -> None:
     asked: list[str] = []
-    told = {"run_eager_alike": lambda _number, _variant, _site, why: asked.append(why)}
-    pair = FacingPair(device, 2, range(2), **told)
+    pair = FacingPair(device, 2, range(2), run_eager_alike=lambda *said: asked.append(said[-1]))
     first = Flight(pair)
     first.all_forwards()
     second = Flight(pair)

@@ -253,10 +253,8 @@ def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch
         pools = [it for it in torch.cuda.memory_snapshot() if tuple(it["segment_pool_id"]) != (0, 0)]
         assert pools
         for segment in pools:
-            size = segment["total_size"]
-            storage = torch._C._construct_storage_from_data_pointer(
-                segment["address"], torch.device("cuda", segment["device"]), size
-            )
+            device, size = torch.device("cuda", segment["device"]), segment["total_size"]
+            storage = torch._C._construct_storage_from_data_pointer(segment["address"], device, size)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,)).fill_(0x3F)
         original(verification)
 
@@ -287,8 +285,7 @@ def _wide_example() -> Example:
 
 
 def _captured_wide(layers: Sequence[nn.Module], **given: Any) -> Bank:
-    options = BankOptions(guard=captures)
-    bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=options, **given)
+    bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=BankOptions(guard=captures), **given)
     bank.capture([variant("it", rows=MANY_ROWS)])
     assert not bank.failures
     return bank

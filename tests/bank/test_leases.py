@@ -77,8 +77,7 @@ def test_views_and_aliases_of_an_output_hold_the_slot(pair: Pair) -> None:
 def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str, ends: bool) -> None:
     pair = Pair(device, blocks(), num_slots=2).capture()
     kept: list[Tensor] = []
-    x = pair.input().requires_grad_()
-    scaled = x * 2
+    scaled = pair.input().requires_grad_() * 2
     scaled.register_hook(kept.append)
     out = pair.bank.run(scaled)
     out.sum().backward()

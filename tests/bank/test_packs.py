@@ -100,10 +100,9 @@ def test_staging_and_calls_that_run_eager_have_metadata_as_it_was_specified(devi
     own, before = spec.buffer(), spec.buffer().clone()
     bank.capture([variant(rows=TOKENS, metadata={"it": spec}, end_source=0, fewer_rows=True, arguments=look)])
     mask = torch.tensor([0, 1, 0, 0, 0, 0, 0], dtype=torch.bool, device=device)
-    copied = torch.tensor([4, 5], device=device)
     is_own = spec.is_staged and name != "count"
     for lengths, content in zip(([3, 2], [6]), contents, strict=True):
-        sources = [offsets(lengths, device), mask, copied]
+        sources = [offsets(lengths, device), mask, torch.tensor([4, 5], device=device)]
         if is_own:
             assert torch.equal(own, before)
         eager = spec.content(own, sources, 0)

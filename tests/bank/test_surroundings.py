@@ -64,8 +64,7 @@ def test_tensors_that_are_not_plain_run_eager(device: str, make: Run, num_eager:
 
 def _tangent(run: Run, hidden: Tensor) -> Tensor:
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
-        return forward_ad.unpack_dual(run(dual)).tangent
+        return forward_ad.unpack_dual(run(forward_ad.make_dual(hidden, torch.ones_like(hidden)))).tangent
 
 
 @pytest.mark.parametrize("derive", [_tangent, lambda run, x: torch.func.grad(lambda it: run(it).sum())(x)])
@@ -122,10 +121,8 @@ def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(name: st
         return hidden * 2
 
     pair, meddles = Pair("cpu", [Applies(meddle), Block()]).capture(), True
-    out = pair.bank.run(pair.input().requires_grad_())
-    out.sum().backward()
+    pair.bank.run(pair.input().requires_grad_()).sum().backward()
     meddles = False
-    del out
     assert re.match("another thread is replaying|a pass of this bank's graphs is run", errors[0])
     pair.zero_grads()
     assert pair.step() is None
@@ -140,8 +137,7 @@ def test_a_gradient_waits_for_its_parameter_while_slots_are_leased_again(device:
     pair.capture(variant(), variant("first pass", training=False))
 
     def under_the_bank(hidden: Tensor) -> Tensor:
-        key = "train" if torch.is_grad_enabled() else "first pass"
-        with pair.bank.micro_batch(key) as reason:
+        with pair.bank.micro_batch("train" if torch.is_grad_enabled() else "first pass") as reason:
             if reason is not None:
                 return run_eager(pair.layers, hidden)
             return pair.bank(hidden) if torch.is_grad_enabled() else pair.bank(hidden).clone()
@@ -229,9 +225,8 @@ def test_a_write_is_the_error_that_it_is_in_eager(device: str, last: Run, write:
 
 def test_a_write_between_two_sites_is_the_error_that_it_is_in_eager(device: str) -> None:
     pair = Pair(device, blocks(2)).capture()
-    hidden = pair.input().requires_grad_()
     with pair.bank.micro_batch("train"):
-        between = pair.bank.sites[0](hidden)
+        between = pair.bank.sites[0](pair.input().requires_grad_())
         out = pair.bank.sites[1](between)
     between.detach().zero_()
     with pytest.raises(RuntimeError, match="inplace operation"):

@@ -305,8 +305,7 @@ def test_rows_that_nobody_reads_may_hold_anything(device: str, training: bool) -
     draws = random.Random(3)  # nobody else's: a draw from Python's own would leave the layer eager
 
     def littered(hidden: Tensor) -> Tensor:
-        litter = torch.full_like(hidden[4:], draws.random())
-        return torch.cat([hidden[:4] * 2, litter * hidden[4:].detach()])
+        return torch.cat([hidden[:4] * 2, hidden[4:].detach() * draws.random()])
 
     layers = [Applies(littered), nn.Tanh()]
     bank = captured(layers, device, training=training)

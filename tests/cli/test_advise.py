@@ -176,9 +176,8 @@ def test_the_table_has_the_options_of_the_run_and_is_accepted(config: GraphConfi
 
 
 ON_GPU = torch.cuda.is_available()
-ENDLESS = TRAINING.replace("(documents, 64, 6)", "(itertools.cycle(documents), 64, 6)").replace(
-    "import sys", "import itertools, sys"
-)
+ENDLESS = TRAINING.replace("import sys", "import itertools, sys")
+ENDLESS = ENDLESS.replace("(documents, 64, 6)", "(itertools.cycle(documents), 64, 6)")
 
 
 def run(files: Files, code: int, script: str, *words: str, steps: str = "60") -> dict[str, Any]:
@@ -271,8 +270,7 @@ def test_a_block_that_did_not_replay_is_left_out_and_one_that_raises_leaves_grap
     """The script wants none in steps 7 to 10, the first graphed block; packs run out in an eager one."""
     loop, step = "        for _ in range(steps):\n", '            print("loss"'
     assert loop in ENDLESS and step in ENDLESS
-    imports = "        import contextlib, megagraph\n"
-    script = ENDLESS.replace(loop, imports + loop.replace("_", "at"))
+    script = ENDLESS.replace(loop, "        import contextlib, megagraph\n" + loop.replace("_", "at"))
     skips = "megagraph.disable_cuda_graphs_this_step() if 7 <= at < 11 else contextlib.nullcontext()"
     script = script.replace(step, f"            with {skips}:\n    {step}")
     assert len(tried(files, script, 24, GraphConfig.from_toml(files.toml())).pairs) == 2

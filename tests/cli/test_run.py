@@ -139,10 +139,9 @@ def test_the_scripts_end_comes_through_with_a_report(files: Any, capsys: Any, ca
         run("--config", files.toml(report=report), files.script(f"raise {end!r}"))
     assert type(raised.value) is type(end) and raised.value.args == end.args
     assert read_report(report) == []
-    verdict = capsys.readouterr().err.splitlines()[-1]
     failed = not isinstance(end, SystemExit)
     why = f"{type(end).__name__} ended the script before a model ran" if failed else "no GPTModel"
-    assert verdict.startswith(f"megagraph: nothing replayed: {why}")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"megagraph: nothing replayed: {why}")
     asks = isinstance(end, Exception) and not torch.cuda.is_available()
     assert ("if it asks for one, add --cpu" in caplog.text) == asks
 
@@ -169,9 +168,8 @@ def test_of_a_script_that_gives_up_doctor_and_advise_say_that_and_nothing_else(
 @pytest.mark.parametrize("end", ["raise RuntimeError('its own')", "import gc; gc.collect()"])
 def test_a_training_replays_and_has_a_report(files: Files, capsys: CaptureFixture[str], end: str) -> None:
     report = files.folder / "report.json"
-    arguments = ["--config", files.toml(report=report), files.script(TRAINING), "5", end]
     with pytest.raises(RuntimeError, match="its own") if end.startswith("raise") else nullcontext():
-        assert run(*arguments) == 0
+        assert run("--config", files.toml(report=report), files.script(TRAINING), "5", end) == 0
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["loss"] * 5
     assert "layer calls" in err and "eager: WARMING_UP" in err

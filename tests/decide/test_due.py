@@ -104,8 +104,7 @@ def test_kinds_and_families_are_keys_without_some_values() -> None:
     assert len({key, key.replace(), key.kind, key.family}) == 3
     assert repr(key.kind) == (
         "VariantKey(capacity=None, form=PackForm(has_padded=False, is_aliased=False, pad_between_seqs=None, "
-        "has_seq_idx=False), grad=True, state=3, has_mask=False, cp_size=1, "
-        "by_token=False)"
+        "has_seq_idx=False), grad=True, state=3, has_mask=False, cp_size=1, by_token=False)"
     )
 
 
@@ -182,11 +181,8 @@ def every_choice(packs: Packs, room: tuple[int, int], multiple: int, most: int) 
 def finds_all(packs: Packs, capacities: Sequence[Capacity]) -> bool:
     """Whether each pack fits the one of most documents, of each number of tokens that is enough for it."""
     most = {it.tokens: it.num_seqs for it in sorted(capacities)}
-    return all(
-        shape.num_seqs <= count
-        for shape, (tokens, count) in product(packs, most.items())
-        if shape.tokens <= tokens
-    )
+    pairs = product(packs, most.items())
+    return all(shape.num_seqs <= count for shape, (tokens, count) in pairs if shape.tokens <= tokens)
 
 
 @settings(max_examples=60, deadline=None)
@@ -394,8 +390,7 @@ def schedules() -> Iterator[StageSchedule]:
     for stages in range(1, 9):
         for stage in range(stages):
             yield StageSchedule(stages=stages, stage=stage)
-            groups = (stages, stages + 1, 2 * stages + 1)
-            several = product(range(2, 5), groups, (False, True))
+            several = product(range(2, 5), (stages, stages + 1, 2 * stages + 1), (False, True))
             for chunks, group_size, overlaps in several if stages > 1 else ():
                 how = {"chunks": chunks, "group_size": group_size, "has_expert_overlap": overlaps}
                 yield StageSchedule(stages=stages, stage=stage, **how)

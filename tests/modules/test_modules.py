@@ -192,8 +192,7 @@ def test_what_lies_past_the_rows_of_experts_reaches_nothing() -> None:
     y[: int(rows.offsets[-1])] = 1
     out = rows.combine(y)
     assert (out[list(UNROUTED)] == 0).all() and out.isfinite().all()
-    x = torch.zeros(ROWS, FEATURES, requires_grad=True)
-    probs = torch.zeros(ROWS, EXPERTS, requires_grad=True)
+    x, probs = (torch.zeros(ROWS, columns, requires_grad=True) for columns in (FEATURES, EXPERTS))
     for unsorted, permuted in ((x, rows.permute(x)), (probs, rows.permute_probs(probs))):
         grad = torch.full_like(permuted, torch.nan)
         grad[: int(rows.offsets[-1])] = 1
@@ -349,8 +348,7 @@ def test_each_document_of_a_pack_is_attended_to_as_if_alone(
     for start, stop in pairwise(accumulate(physical, initial=0)):
         if start < stop:
             one = [t.detach()[start:stop, None].requires_grad_() for t in qkv]
-            alone = run(module, one, grad[start:stop, None])
-            for whole, part in zip(packed, alone, strict=True):
+            for whole, part in zip(packed, run(module, one, grad[start:stop, None]), strict=True):
                 assert torch.equal(whole[start:stop], part[:, 0])
     for whole in packed:
         assert not whole[sum(physical) :].any()

@@ -244,8 +244,7 @@ def test_opcheck(device: str, op: str, change: Given) -> None:
 STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "thd_partition_indices": lambda cu, x: ops.thd_partition_indices(cu, x.size(0), 2, 1),
     "rope_thd": lambda cu, x: torch.cat(
-        ops.rope_thd([x * 2, x[:, :1]], *(table.contiguous() for table in x.detach()[..., :8].unbind(1)), cu),
-        1,
+        ops.rope_thd([x * 2, x[:, :1]], *(it.contiguous() for it in x.detach()[..., :8].unbind(1)), cu), 1
     ),
     "varlen_attention": lambda cu, x: ops.varlen_attention(x * 2, x, x, cu, 16).square(),
 }
@@ -387,8 +386,7 @@ def zigzag(document_lengths: list[int], tail: int, cp_size: int, cp_rank: int) -
 def test_rows_are_dealt_out_in_zigzag_each_exactly_once_and_gathered_rows_map_both_ways(
     device: str, cp_size: int, units: list[int], tail_units: int, empty_slots: int
 ) -> None:
-    multiple = 1 if cp_size == 1 else 2 * cp_size
-    lengths = [unit * multiple for unit in units] + [0] * empty_slots
+    lengths = [unit * (1 if cp_size == 1 else 2 * cp_size) for unit in units] + [0] * empty_slots
     tail = tail_units * cp_size
     total = sum(lengths) + tail
     found = [thd_partition_indices(offsets(lengths, device), total, cp_size, rank) for rank in range(cp_size)]
@@ -538,8 +536,7 @@ def test_empty_slots_change_no_bit_of_the_output(device: str) -> None:
 
 
 def test_views_of_a_fused_projection_attend_like_their_copies(device: str) -> None:
-    qkv = torch.randn(24, 4, 3 * 16, device=device).to(DTYPE[device])
-    fused = list(qkv.split(16, -1))
+    fused = list(torch.randn(24, 4, 3 * 16, device=device).to(DTYPE[device]).split(16, -1))
     swapped = [it.transpose(0, 1)[:24] for it in torch.randn(3, 4, 30, 16, device=device).to(DTYPE[device])]
     unaligned = [it[..., 3:19] for it in torch.randn(3, 24, 4, 20, device=device).to(DTYPE[device])]
     grad = torch.ones(1, device=device, dtype=DTYPE[device]).expand(24, 4, 16)
@@ -561,9 +558,8 @@ def test_a_context_parallel_rank_has_its_rows_of_the_whole(device: str, cp_rank:
     chunk = max(lengths) // (2 * cp_size)
     most = chunk * (2 * cp_size - cp_rank)
     ours = ops.varlen_attention(q[held[cp_rank]], seen_key, seen_value, (of_queries, of_keys), (chunk, most))
-    whole = in_float64([q, k, v, grad], lengths)[0]
     rows = held[cp_rank].cpu().long()[: sum(lengths) // cp_size]
-    assert_close_to_float64([ours[: rows.numel()]], [whole[rows]], device)
+    assert_close_to_float64([ours[: rows.numel()]], [in_float64([q, k, v, grad], lengths)[0][rows]], device)
     assert not ours[rows.numel() :].any()
 
 

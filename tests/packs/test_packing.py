@@ -83,8 +83,7 @@ def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
     lengths: list[int], tokens: int, cp_size: int, longest: int, on_host_tensor: bool, tail: TailConvention
 ) -> None:
     pack = pack_of(offsets(lengths), max_seqlen_q=torch.tensor(longest) if on_host_tensor else longest)
-    num_seqs = len(lengths) + (1 if tail is EMPTY_DUMMY else 0)
-    expected = PackShape(tokens, num_seqs, max(longest, 1), cp_size)
+    expected = PackShape(tokens, len(lengths) + (1 if tail is EMPTY_DUMMY else 0), max(longest, 1), cp_size)
     assert PackShape.of(pack, tokens, tail.extra_seqs, cp_size) == expected
 
 

@@ -34,8 +34,7 @@ def frequencies(positions: int = 32, rotary: int = 8, layout: str = "neox", devi
     """Angles as Megatron's RotaryEmbedding makes them, [positions, 1, 1, rotary] in float32."""
     inverse = 1.0 / 10000 ** (torch.arange(0, rotary, 2, device=device) / rotary)
     angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), inverse)
-    pairs = (angles, angles)
-    wide = torch.stack(pairs, -1).flatten(1) if layout == "interleaved" else torch.cat(pairs, -1)
+    wide = angles.repeat_interleave(2, 1) if layout == "interleaved" else angles.repeat(1, 2)
     return wide[:, None, None, :]
 
 
@@ -150,9 +149,8 @@ def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, 
 )
 def test_a_fused_sum_is_rounded_once(device: str, dtype: torch.dtype, one: float, other: float) -> None:
     """The product lies half-way between two numbers, and what decides is lost beside it in a float64."""
-    below = one * other - torch.finfo(dtype).eps / 2
-    above = below + torch.finfo(dtype).eps
-    tiny = torch.finfo(dtype).tiny
+    eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+    below, above = one * other - eps / 2, one * other + eps / 2
     for small, wanted in ((tiny, above), (0.0, below), (-tiny, below)):
         q = torch.tensor([[[one, 1.0]]], dtype=dtype, device=device)
         cos = torch.tensor([[other, 0.0]], dtype=dtype, device=device)
@@ -433,6 +431,5 @@ def test_frequencies_come_once_from_megatrons_embedding_and_so_do_the_tables(rop
         embedding = RotaryEmbedding(kv_channels=8, rotary_percent=1.0, use_cpu_initialization=True)
         first, second = (embedding(32, packed_seq=True, cp_group=group) for _ in range(2))
     tables = RotaryTables()
-    once = tables.tables(first, torch.bfloat16, 1.0)
-    assert tables.tables(second, torch.bfloat16, 1.0)[0] is once[0]
+    assert tables.tables(first, torch.bfloat16, 1.0)[0] is tables.tables(second, torch.bfloat16, 1.0)[0]
     assert torch.equal(first.cpu(), frequencies())

@@ -255,8 +255,7 @@ def test_a_schedule_hard_to_find_takes_no_seconds(num: int, ranks: int, sizes: A
     """Too few documents for the packs of single ranks once took many tries, each from the beginning."""
     drawn = random.Random(num)
     limits = ScheduleLimits(ranks=ranks, cp_sizes=sizes, max_seqlen_per_dp_cp_rank=512, max_packed_seqs=most)
-    longest = 512 * sizes[-1]
-    lengths = [min(longest, int(drawn.lognormvariate(0, 1) * 512) + 1) for _ in range(num)]
+    lengths = [min(512 * sizes[-1], int(drawn.lognormvariate(0, 1) * 512) + 1) for _ in range(num)]
     start = time.thread_time()
     schedule = schedule_packs(lengths, limits)
     assert time.thread_time() - start <= 5

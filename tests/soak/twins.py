@@ -277,8 +277,7 @@ class Twins:
             is_known = getattr(pair.eager.chunk.config, drops, False) or _are_near(one, other)
             # The eager twin has run so by the former plugin's reasons, or since no step of it has ended yet.
             is_new = is_renewed or "WARMING_UP" in rig.eager_since(self._report_of(pair.eager), of_eager)
-            may_be_given = whys or is_new
-            if may_be_given and after["replays"] == before["replays"] and is_known:
+            if (whys or is_new) and after["replays"] == before["replays"] and is_known:
                 raise AsGiven(f"for {whys or 'reasons of a new plugin'}") from error
             raise
 
@@ -311,8 +310,7 @@ class Twins:
                     raise WrongFigures(f"the eager model has replayed: {report}")
                 if trainer is pair.graphed and report["calls"]:
                     self.reports[report["model"]] = report
-                    unexplained = report["eager"].keys() - self.expected
-                    if unexplained:
+                    if unexplained := report["eager"].keys() - self.expected:
                         raise WrongFigures(f"unexplained: {unexplained} in {report}")
         if self.layout in SHARES_PACKS:
             self._compare_ranks()
