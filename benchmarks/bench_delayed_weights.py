@@ -8,21 +8,18 @@ forward beside the other's backward, lie in the middle of that step, each from i
 
 from functools import partial
 
-from benchmarks.bench_ep_overlap import CASES, HOW, peaks_of, times_of
+from benchmarks.bench_ep_overlap import CASES, HOW, TIMES_US, peaks_of, times_of
 from benchmarks.measuring.children import Parts, measure_part
 from benchmarks.measuring.results import Figure, against
 from benchmarks.subjects.overlap import EAGER, GRAPHED, measure_overlap
 
 *_, (NAME, CASE) = CASES.items()
-TIME_US = 800
 ACCUMULATIONS = {"added to main_grad by the products": True, "added by themselves": False}
 AT_ONCE, LATER, LATER_EAGER = "graphed, at once", "graphed, delayed", "eager, delayed"
 WAYS = {AT_ONCE: (GRAPHED, False), LATER: (GRAPHED, True), LATER_EAGER: (EAGER, True)}
 TIMELINE = f"{NAME}, with the stand-in, {LATER}: a layer's nodes beside another's"  # ms since the first one
 PARTS: Parts = {
-    f"{added}: {name}": partial(
-        measure_overlap, CASE, way, **{**HOW, "times_us": (TIME_US,), "delays": delays, "is_fused": is_fused}
-    )
+    f"{added}: {name}": partial(measure_overlap, CASE, way, **HOW, delays=delays, is_fused=is_fused)
     for added, is_fused in ACCUMULATIONS.items()
     for name, (way, delays) in WAYS.items()
 }
@@ -30,15 +27,17 @@ PARTS: Parts = {
 
 def _figures_of(added: str) -> list[Figure]:
     answers = {way: measure_part(__name__, f"{added}: {way}") for way in WAYS}
-    title = f"{NAME}, the stand-in takes {TIME_US} us, gradients {added}"
-    figures = times_of(title, answers, 0, ours=LATER, eager=LATER_EAGER, best=LATER_EAGER)
-    for way, answer in answers.items():
-        name, count = f"{title}, {way}: matrix products of a step", answer["products"][0]
-        products = Figure(name=name, value=count, unit="products")
-        if way != AT_ONCE:
-            products = against(products, AT_ONCE, answers[AT_ONCE]["products"][0], share=1)
-        figures.append(products)
-    figures += peaks_of(title, answers, LATER, LATER_EAGER)
+    figures: list[Figure] = []
+    for place, us in enumerate(TIMES_US):
+        title = f"{NAME}, the stand-in takes {us} us, gradients {added}"
+        figures += times_of(title, answers, place, ours=LATER, eager=LATER_EAGER, best=LATER_EAGER)
+        for way, answer in answers.items():
+            name, count = f"{title}, {way}: matrix products of a step", answer["products"][place]
+            products = Figure(name=name, value=count, unit="products")
+            if way != AT_ONCE:
+                products = against(products, AT_ONCE, answers[AT_ONCE]["products"][place], share=1)
+            figures.append(products)
+    figures += peaks_of(title, answers, LATER, LATER_EAGER)  # which hardly depends on the stand-in's time
     for node, times in answers[LATER]["nodes"].items() if ACCUMULATIONS[added] else ():
         for what, us in zip(("begins", "ends"), times, strict=True):
             figures.append(Figure(name=f"{TIMELINE}, {node}: {what}", value=us / 1e3, unit="ms"))
