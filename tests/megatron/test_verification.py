@@ -27,6 +27,7 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import verifying
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.peers import HostGroup
+from megagraph.megatron.watch import LayerWatch
 from megagraph.reasons import EagerReason
 
 
@@ -215,10 +216,14 @@ def test_what_is_verified_again_waits_for_the_state_of_its_graphs(monkeypatch: A
     assert modes.count((True, True)) > 2 and modes.count((False, False)) > 1
 
 
-def test_what_is_verified_again_waits_for_gradients_that_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a pass without gradients in training mode had graphs of training verified on freed memory."""
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_is_verified_again_waits_for_gradients_that_are_away(monkeypatch: Any, moves: bool) -> None:
+    """Bugs: a pass without gradients in training mode had graphs of training verified on freed memory; and if
+    that came back where it was, graphs of the pass in their place, each time."""
     graded = noting(monkeypatch, verifying, "verify", lambda bank, key, _example: key.grad)
     pair, offloads = rig.Pair(plugin={"verify": 1}), [Offload(), Offload()]
+    has_memory, there = LayerWatch.has_memory, {True: True, False: True}  # what graphs with gradients need
+    monkeypatch.setattr(LayerWatch, "has_memory", lambda it, grad: there[grad] and has_memory(it, grad=grad))
 
     def without_gradients(trainer: Any) -> list[Tensor]:
         with rig.evaluating(trainer.model, in_training=True):
@@ -226,15 +231,17 @@ def test_what_is_verified_again_waits_for_gradients_that_are_away(monkeypatch: p
 
     for index in range(5):
         pair.step(rig.ONE, rig.TWO)
-        for offload, trainer in zip(offloads, pair.both, strict=True):
+        there[True] = moves
+        for offload, trainer in zip(offloads, pair.both, strict=True) if moves else ():
             offload.gradients(trainer.model)
         before = sum(graded)
         with torch.inference_mode(index == 4):
             assert_same_bits(*pair.each(without_gradients))
         assert sum(graded) == before
-        for offload, trainer in zip(offloads, pair.both, strict=True):
+        for offload, trainer in zip(offloads, pair.both, strict=True) if moves else ():
             offload.gradients_back(trainer.model)
-    assert sum(graded) > 2
+        there[True] = True
+    assert sum(graded) > 2 and len(graded) > sum(graded)
 
 
 GAIN = 1.0

@@ -234,13 +234,12 @@ class Captures:
         It waits where nothing `may_run` beside what is in force, or gradients have no memory.
         """
         pending, states = self.verifier.pending, self.dispatcher.states
-        if (key := pending.get(states.current)) is None:
+        if not (places := [it for it in ((states.current, True), (states.current, False)) if it in pending]):
             return True
         has_gradients = has_gradients and self.watch.has_memory(grad=True)
-        if self._peers.max_over_ranks([int(not may_run or (key.grad and not has_gradients))]) != [0]:
-            return True
-        del pending[states.current]
-        if key not in self.bank.variants:
+        own = [int(not may_run or (grad and not has_gradients)) for _, grad in places]
+        able = [it for it, waits in zip(places, self._peers.max_over_ranks(own), strict=True) if not waits]
+        if not able or (key := pending.pop(able[0])) not in self.bank.variants:
             return True
         failing = self._find_failing([key])
         if self._are_to_join_otherwise(failing):

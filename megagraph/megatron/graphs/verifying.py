@@ -74,7 +74,8 @@ class Verifier:
         # By a variant's key of no state, with the capacity that was picked if there were any yet.
         self._kept: dict[VariantKey, _Kept] = {}
         self._replayed = 0
-        self.pending: dict[int, VariantKey] = {}  # due to be verified again, in each state
+        # Due to be verified again: one in each state for training, and one for passes without gradients.
+        self.pending: dict[tuple[int, bool], VariantKey] = {}
         self._verified = self._bytes = 0
         self._seconds = 0.0
         self._within_spread: set[str] = set()
@@ -96,7 +97,7 @@ class Verifier:
         self._replayed += 1
         if self._replayed % self.every == 0:
             self._keep(batch, hidden_states)
-            self.pending[batch.key.state] = batch.key
+            self.pending[batch.key.state, batch.key.grad] = batch.key
 
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._tensor.shards_sequence else None
@@ -204,7 +205,7 @@ class Verifier:
         """Lets go of what was kept, but for kinds due in another state, and for `pending` variants."""
         families, awaited = {kind.family for kind in due}, {key.replace(state=0) for key in pending}
         self._kept = {key: kept for key, kept in self._kept.items() if key.kind in families or key in awaited}
-        self.pending = {state: key for state, key in self.pending.items() if key in pending}
+        self.pending = {place: key for place, key in self.pending.items() if key in pending}
 
     def describe(self, bank: Bank) -> str:
         """How many variants were verified, and what that cost, for the log."""
