@@ -131,6 +131,11 @@ def steps_of(number: int, *, fills: bool = True, masks: bool = False) -> list[li
     return [[*itertools.islice(packs, COUNTS[index % len(COUNTS)])] for index in range(number)]
 
 
+def name_of(node: Any) -> str:
+    """As later releases call it."""
+    return {"attn": FIRST}.get(node.name, node.name)
+
+
 @contextlib.contextmanager
 def in_nodes(act: Callable[[str], None], *, behind: bool = False) -> Iterator[None]:
     """Each pass of each node made inside calls `act` on its stream, of its name and pass: `mlp backward`."""
@@ -151,7 +156,7 @@ def in_nodes(act: Callable[[str], None], *, behind: bool = False) -> Iterator[No
 
     def init(node: Any, *args: Any, **kwargs: Any) -> None:
         make(node, *args, **kwargs)
-        name = {"attn": FIRST}.get(node.name, node.name)
+        name = name_of(node)
         node.forward_func = acting(f"{name} forward", node.forward_func)
         node.backward_func = acting(f"{name} backward", node.backward_func)
 

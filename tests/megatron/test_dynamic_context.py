@@ -87,7 +87,9 @@ TRAININGS: dict[str, Training] = {
     "a tail that is a document": two(plugin=context_jobs.EMPTY_DUMMY),
     # Without gradients, in training mode, between steps of another size.
     **{
-        f"log-probability, {model}": two(lengths=ONE_THEN_TWO, model=model, evaluates=True, in_training=True)
+        f"log-probabilities, {model}": two(
+            lengths=ONE_THEN_TWO, model=model, evaluates=True, in_training=True
+        )
         for model in ({}, {"adapters": True})
     },
     **{
@@ -103,7 +105,7 @@ TRAININGS: dict[str, Training] = {
     },
 }
 MARKS = {
-    **dict.fromkeys(("a tail that is a document", "log-probability, {}"), pytest.mark.both),
+    **dict.fromkeys(("a tail that is a document", "log-probabilities, {}"), pytest.mark.both),
     **{f"Transformer Engine, {name}": [pytest.mark.gpu, rig.needs_engine] for name in context_jobs.OF_ENGINE},
 }
 

@@ -95,7 +95,9 @@ def test_a_layer_that_binds_another_buffer_in_each_call_costs_one_capture(caplog
     assert caplog.text.count(": captured ") == 1
 
 
-def test_a_layer_that_its_calls_change_costs_others_nothing_if_few_states_have_graphs(caplog: Any) -> None:
+def test_a_layer_that_its_calls_change_costs_the_others_nothing_however_few_states_have_graphs(
+    caplog: Any,
+) -> None:
     """Bug: its warm-up met more states than that, and nothing was captured."""
 
     def counts(model: Any) -> None:

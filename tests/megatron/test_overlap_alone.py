@@ -49,6 +49,7 @@ engines = pytest.mark.parametrize(
 
 needs_sorting = pytest.mark.skipif(not seams.permutation_sorts(), reason="permutes into shapes that vary")
 BUSY = ("communication", "compute")
+LATE_US = 3000.0  # longer than the host takes to reach the consumer
 SOAK = pytest.mark.soak
 LONG = [pytest.param(2000, BOTH, marks=SOAK), pytest.param(2000, PERMUTES, marks=[SOAK, needs_sorting])]
 
@@ -306,7 +307,7 @@ def busy(kind: str) -> contextlib.AbstractContextManager[None]:
 
     def act(place: str) -> None:
         if (place.split()[0] in overlap_rig.EXCHANGES) == (kind == "communication"):
-            keep_busy(us=3000.0)  # longer than the host takes to reach the consumer
+            keep_busy(LATE_US)
 
     return in_nodes(act) if kind else contextlib.nullcontext()
 
@@ -350,14 +351,14 @@ def test_a_pass_that_does_not_wait_reads_what_is_not_there(
     run, count = getattr(ScheduleNode, ran), getattr(MoEAlltoAllTokenDispatcher, counted)
 
     def hasty(node: Any, *given: Any) -> Any:
-        if name != {"attn": overlap_rig.FIRST}.get(node.name, node.name):
+        if name != overlap_rig.name_of(node):
             return run(node, *given)
         with mock.patch.object(node, "event", mock.Mock(record=node.event.record)):  # waits for nothing
             return run(node, *given)
 
     def late(dispatcher: Any, point: str, given: Any) -> Any:
         counts = count(dispatcher, point, given)  # the host waits, before what is dispatched is made
-        keep_busy(us=3000.0 if point == "before_permutation_1" else 0.0)
+        keep_busy(LATE_US if point == "before_permutation_1" else 0.0)
         return counts
 
     eager = train_eager(micros)

@@ -185,7 +185,9 @@ def test_what_is_changed_of_a_model_is_refused_by_name(kind: str, said: str, cha
 
 @pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize(("options", "reason", "said"), SWITCHED)
-def test_what_is_switched_on_is_refused_while_it_is(options: Any, reason: str, said: str, pair: Any) -> None:
+def test_what_is_switched_on_is_refused_while_it_is_on(
+    options: Any, reason: str, said: str, pair: Any
+) -> None:
     """Bug: only a new model was asked. One that had graphs got others, and one that was refused stayed so."""
     off, calls = dict.fromkeys(options), 2 * rig.LAYERS
     for value, expected in (

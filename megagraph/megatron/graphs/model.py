@@ -188,7 +188,7 @@ class GraphedModel:
         given: dict[str, Any],
         params: Any,  # the pack, with the ranks that share it
         tokens: int,
-        against: EagerReason | None,  # that was found already
+        why: EagerReason | None,  # it runs eager, if that is known already
         *,
         may_capture: bool,
     ) -> MicroBatch | EagerReason:
@@ -202,8 +202,8 @@ class GraphedModel:
         """
         dispatcher, entries, ranks = self.dispatcher, self.entries, self.tensor
         self.unlearned = None
-        if against is not None:
-            return against
+        if why is not None:
+            return why
         # Layers get as many of its rows as they have of hidden states.
         from_ids = getattr(model, "pre_process", True) and given.get("decoder_input") is None
         is_shared = not ranks.shards_sequence or (ranks.is_gpt and from_ids)

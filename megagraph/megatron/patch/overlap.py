@@ -13,7 +13,7 @@ rotary table of the layers are in the plan's state while a first node runs: what
 layers sees the pack as it was given.
 
 Order. Both passes of each node wait for their plan's one event, and record it: first nodes and experts wait
-for the communication stream, dispatch and combine for the compute stream, in which what is late follows. Two
+for the communication stream, dispatch and combine for the compute stream; late gradients follow on that. Two
 micro-batches share parameters, gradients and metrics, on the compute stream alone. So they do the memory of
 their slots (csrc/bank/replay/slot_ring.h, Note [Facing slots]): the last node that reads what a layer keeps
 is its first one, in its backward or in what finishes that, on the compute stream, which uses the memory next.
@@ -26,8 +26,8 @@ before runs; the first layer's waits for what a pipeline sends. Nodes are told w
 
 Nodes keep what they were given and have handed out until their backward. What is dispatched is transient all
 the same: by `resize_(0)` of its input a dispatch drops a holder of the slot, and later passes use the memory.
-Likewise what a layer has handed out, and eager keeps for a norm, goes in the next one's node of its MLP, once
-its site has staged it: fewer frames have it by then, and who saves or keeps it shows.
+Likewise what a layer has handed out, and eager keeps for a norm, goes once the next one's site has staged it,
+in the node of its MLP: fewer frames have it by then, and who saves or keeps it shows beside these.
 Megatron's nodes route without the padding mask, which changes losses: the first one of each layer gets it.
 """
 
