@@ -37,7 +37,7 @@ def _figures_of(added: str) -> list[Figure]:
             if way != AT_ONCE:
                 products = against(products, AT_ONCE, answers[AT_ONCE]["products"][place], share=1)
             figures.append(products)
-    figures += peaks_of(title, answers, LATER, LATER_EAGER)  # of all times; named after the last
+    figures += peaks_of(f"{NAME}, with the stand-in, gradients {added}", answers, LATER, LATER_EAGER)
     for node, times in answers[LATER]["nodes"].items() if ACCUMULATIONS[added] else ():
         for what, us in zip(("begins", "ends"), times, strict=True):
             figures.append(Figure(name=f"{TIMELINE}, {node}: {what}", value=us / 1e3, unit="ms"))

@@ -67,11 +67,13 @@ def test_weights_whose_gradients_come_later_have_bits_of_others(delays: str, ddp
         overlap.check_calls(later.report, mode, sum(map(len, steps)))
 
 
+@engines
 @pytest.mark.parametrize("scopes", [("attn",), ("moe_router",), ("attn", "moe_router")], ids="+".join)
-def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ...]) -> None:
+def test_each_gradient_is_made_by_the_graph_or_by_the_node(scopes: tuple[str, ...], engine: bool) -> None:
     """What shared experts and attention leave, of which one may be eager; a dense layer's MLP always is."""
     for kinds in ("EE", "-E"):
-        compare(steps_of(3, fills=False), scopes, kinds=kinds, delays="unfused", **moe_rig.SHARED)
+        more = {**moe_rig.SHARED, "engine": engine}
+        compare(steps_of(3, fills=False), scopes, kinds=kinds, delays="unfused", **more)
 
 
 @engines
