@@ -181,20 +181,20 @@ def measure_overlap(
     kind: dict[str, Any] = {"overlaps": way != WITHOUT, "delays": delays, "is_fused": is_fused}
     trainer = made_quickly(_OverlapTrainer, case.model, **kind, **expert_layers(is_engine))
     steps = case.batches(trainer.device)
-    found: Answer = {"walls": [], "host_us": [], "launches": [], "products": [], "share": []}
+    walls: list[list[float]] = [[] for _ in times_us]
+    host_us: list[list[float]] = [[] for _ in times_us]
+    found: Answer = {"walls": walls, "host_us": host_us, "launches": [], "products": [], "share": []}
     with copies_for_all_to_all():
         trainer.walls_ms(steps, WARM_UP_STEPS)
     first = torch.cuda.max_memory_reserved()
     if torch.cuda.is_available():  # warm-up, capture and verification hold more than they leave
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for us in times_us:
-        found["walls"].append([])
-        found["host_us"].append([])
-        with copies_for_all_to_all(us), without_collection():
-            for batches in steps * ROUNDS:
-                found["walls"][-1].append(trainer.wall_ms(batches, graphs=True))
-                found["host_us"][-1].append(trainer.host_ms * 1e3 / MICRO_BATCHES)
+    with without_collection():  # by turns: hosts are slow for a while
+        for batches, (place, us) in itertools.product(steps * ROUNDS, enumerate(times_us)):
+            with copies_for_all_to_all(us):
+                walls[place].append(trainer.wall_ms(batches, graphs=True))
+            host_us[place].append(trainer.host_ms * 1e3 / MICRO_BATCHES)
     later = torch.cuda.max_memory_reserved()
     for us in times_us:
         with copies_for_all_to_all(us), _parts_of_layers():

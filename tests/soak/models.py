@@ -137,7 +137,7 @@ _OVERLAPPED: dict[str, dict[str, Any]] = {
     "overlapped experts": {},
     "overlapped shared experts": moe_rig.SHARED,
     "late gradients": {"delays": "unfused"},
-    "late gradients, fused": {"delays": "fused"},
+    "late gradients, fused": {"delays": "fused", **moe_rig.SHARED},
 }
 if ON_GPU:
     _OVERLAPPED |= {f"{name}, engine": {**given, "engine": True} for name, given in _OVERLAPPED.items()}
