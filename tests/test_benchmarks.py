@@ -177,8 +177,7 @@ def test_named_benchmarks_are_written_whatever_another_raises_and_without_names_
 
 @pytest.mark.megatron
 def test_a_process_answers_what_its_part_does_or_why_not(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    further = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{further}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where others use it, each takes half a minute to begin
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # nobody need import the compiler
     program = "from functools import partial\ndef measure(how):\n"

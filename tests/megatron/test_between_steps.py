@@ -443,8 +443,7 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(replaces: 
         tracker.set_states(others)
 
     given = {"around": rig.at(3, replace), "prepare": DROPS_BY_NAME}
-    steps = [[rig.ONE, rig.TWO]] * 5
-    report = rig.compare_runs(steps, seeded(rig.ModelTrainer, make), **given).report
+    report = rig.compare_runs([[rig.ONE, rig.TWO]] * 5, seeded(rig.ModelTrainer, make), **given).report
     calls = 2 * rig.LAYERS
     rig.ran(report, 3 * calls, WARMING_UP=calls, ADDRESS_MOVED=calls)
 

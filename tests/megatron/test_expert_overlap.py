@@ -71,8 +71,7 @@ def test_training_with_overlap_has_the_bits_of_training_without(
     rank = distributed.get_rank()
     make_groups(**EXPERTS_OF_ALL)
     steps, eager = trained_eager(rank, number, engine)
-    config = rig.graph_config(cuda_graph_modules=scopes)
-    graphed = train(config, steps, engine=engine, **{OVERLAP: True})
+    graphed = train(rig.graph_config(cuda_graph_modules=scopes), steps, engine=engine, **{OVERLAP: True})
     assert_same_bits(eager, graphed)
     are_misfits = sum(micro.lengths == parallel_jobs.MISFIT for micros in steps for micro in micros)
     misfits = {"TOO_MANY_SEQUENCES": are_misfits * CALLS} if rank == 1 else {}

@@ -106,8 +106,7 @@ class ByPack(TransformerLayer):
 @pytest.mark.parametrize("kind", [Scaled, ByPack])
 def test_a_hosts_layer_is_split_and_handed_what_the_release_hands(kind: type, scopes: Sequence[str]) -> None:
     """Bugs: halves of its own forward could not be told apart; its MLP never got packs, as of 0.19."""
-    report = as_layers(rig.Pair(plugin={"cuda_graph_modules": scopes}), kind, 0)
-    rig.ran(report, WARMING_UP=2 * rig.LAYERS)
+    rig.ran(as_layers(rig.Pair(plugin={"cuda_graph_modules": scopes}), kind, 0), WARMING_UP=2 * rig.LAYERS)
 
 
 class Drawing(TransformerLayer):

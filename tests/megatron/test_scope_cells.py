@@ -141,8 +141,7 @@ def test_real_mixers_have_the_bits_of_eager(name: str, scopes: Scopes, count: in
 @needs_mixers
 @pytest.mark.skipif(not seams.packs_have("seq_idx"), reason="mixers know the documents by the offsets")
 def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
-    report = compare(HYBRID, ("mamba", "attn", "mlp"), 8, is_engine=False, packs=Micro)
-    check_report(report, 8)
+    check_report(compare(HYBRID, ("mamba", "attn", "mlp"), 8, is_engine=False, packs=Micro), 8)
 
 
 GATED = {"moe_shared_expert_gate": True}

@@ -49,8 +49,7 @@ def _fails(scenario: Scenario) -> bool:
 
 def test_a_difference_ends_a_scenario_and_is_told() -> None:
     scenario = draw(1, EVENTS)
-    broken = dataclasses.replace(scenario, events=(("trains", {"packs": [], "model": 0, "how": None}),))
-    outcome = run(broken)
+    outcome = run(dataclasses.replace(scenario, events=(("trains", {"packs": [], "model": 0, "how": None}),)))
     assert outcome.failure == "EagerRaises" and not outcome.has_failed and outcome.at == 0
 
 

@@ -229,12 +229,12 @@ class Captures:
         return failing
 
     def is_still_right(self, *, may_run: bool, has_gradients: bool) -> bool:
-        """Verifies a variant that is due in this state; drops every graph if that of a layer is wrong.
+        """Verifies what has been due longest in this state; drops every graph if that of a layer is wrong.
 
         It waits where nothing `may_run` beside what is in force, or gradients have no memory.
         """
         pending, states = self.verifier.pending, self.dispatcher.states
-        if not (places := [it for it in ((states.current, True), (states.current, False)) if it in pending]):
+        if not (places := [it for it in pending if it[0] == states.current]):
             return True
         has_gradients = has_gradients and self.watch.has_memory(grad=True)
         own = [int(not may_run or (grad and not has_gradients)) for _, grad in places]
